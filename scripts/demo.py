@@ -1,0 +1,211 @@
+#!/usr/bin/env python3
+"""Calibrate a real model, serve it from a 2-bit KV cache, and compare it with the plain server.
+
+Builds SmolLM2-135M-Instruct, calibrates it with OptR, starts SGLang twice (unquantized, then with
+--kv-quant optr), asks both servers three questions about a page of text, and prints the answers
+side by side with the bytes per token and the KV capacity. Uses a GPU when there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import get_smollm2  # noqa: E402
+
+DOCUMENT = (ROOT / "scripts" / "demo_document.txt").read_text()
+QUESTIONS = (
+    "Who keeps the lighthouse at Skerry Point, and since which year?",
+    "Which animals live on the island, according to the text?",
+    "Why was the old lamp replaced?",
+)
+START_SECONDS = 300
+ANSWER_SECONDS = 180
+
+
+@dataclass
+class Run:
+    """What one server said."""
+
+    answers: list[str]
+    tokens_per_second: float
+    capacity: int
+    cached_tokens: int
+
+
+class Server:
+    """A launch_server process that is stopped, with its children, when the block ends."""
+
+    def __init__(self, model: Path, log: Path, extra: list[str]):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.log = log
+        self.command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+        self.command += ["--host", "127.0.0.1", "--port", str(self.port), *extra]
+
+    def __enter__(self) -> Server:
+        # The servers need no network; OMP_NUM_THREADS keeps torch's threads from fighting.
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                self.command, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+        try:
+            self.wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self.process.pid, sign)
+            except ProcessLookupError:
+                break
+            try:
+                self.process.wait(timeout=15)
+            except subprocess.TimeoutExpired:
+                continue
+        self.process.wait()
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                break
+            try:
+                self.get("/health", timeout=5)
+                return
+            except OSError:
+                time.sleep(1)
+        tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+        sys.exit(f"demo: the server did not start; the end of {self.log}:\n{tail}")
+
+    def get(self, path: str, body: dict | None = None, timeout: float = ANSWER_SECONDS) -> dict:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            text = response.read()
+        return json.loads(text) if text else {}
+
+
+def ask(server: Server, question: str) -> tuple[str, dict]:
+    """One greedy answer through the OpenAI-compatible endpoint, and its usage record."""
+    messages = [{"role": "user", "content": f"{DOCUMENT}\n\nQuestion: {question}"}]
+    body = {"model": "default", "messages": messages, "temperature": 0, "max_tokens": 60}
+    reply = server.get("/v1/chat/completions", body)
+    return reply["choices"][0]["message"]["content"].strip(), reply["usage"]
+
+
+def question_server(label: str, model: Path, log: Path, flags: list[str]) -> Run:
+    print(f"Starting the {label} server (its log: {log}) …", flush=True)
+    with Server(model, log, flags) as server:
+        answers, generated, seconds, cached = [], 0, 0.0, 0
+        for question in QUESTIONS:
+            begin = time.monotonic()
+            answer, usage = ask(server, question)
+            seconds += time.monotonic() - begin
+            generated += usage["completion_tokens"]
+            details = usage.get("prompt_tokens_details") or {}
+            cached += details.get("cached_tokens", 0)
+            answers.append(answer)
+        capacity = int(server.get("/get_server_info")["max_total_num_tokens"])
+    return Run(answers, generated / seconds, capacity, cached)
+
+
+def calibrate(model: Path) -> Path:
+    """Run `sglang-kvquant calibrate` and return the checkpoint, made anew only when missing."""
+    from sglang_kvquant.checkpoint import default_checkpoint_path
+
+    checkpoint = default_checkpoint_path(str(model), "optr")
+    if checkpoint.exists():
+        print(f"Using the checkpoint {checkpoint} of an earlier run.")
+        return checkpoint
+    command = [sys.executable, "-m", "sglang_kvquant", "calibrate", "--model", str(model)]
+    if subprocess.call([*command, "--method", "optr"]):
+        sys.exit("demo: the calibration failed; see its message above.")
+    return checkpoint
+
+
+def side_by_side(left: str, right: str, width: int) -> str:
+    columns = [textwrap.wrap(text, width) or [""] for text in (left, right)]
+    height = max(map(len, columns))
+    rows = [column + [""] * (height - len(column)) for column in columns]
+    return "\n".join(f"  {a:<{width}}  {b}" for a, b in zip(*rows, strict=True))
+
+
+def report(model: Path, checkpoint: Path, plain: Run, packed: Run, compute: str) -> None:
+    from sglang_kvquant.checkpoint import load_checkpoint
+    from sglang_kvquant.layout import GQALayout
+
+    manifest = load_checkpoint(checkpoint).manifest
+    info = manifest.model
+    layout = GQALayout(info.num_kv_heads, info.head_dim, manifest.quantizer.group_size)
+    packed_bytes = layout.bytes_per_token * info.num_layers
+    plain_bytes = layout.bf16_bytes_per_token * info.num_layers
+    width = (min(shutil.get_terminal_size((80, 24)).columns, 100) - 4) // 2
+    for index, question in enumerate(QUESTIONS):
+        print(f"\nQ: {question}")
+        print(side_by_side(f"[{compute} cache]", "[2-bit cache]", width))
+        print(side_by_side(plain.answers[index], packed.answers[index], width))
+    ratio = plain_bytes / packed_bytes
+    print(
+        f"\n{'':24}{'unquantized':>14}{'--kv-quant optr':>18}\n"
+        f"{'KV bytes per token':24}{plain_bytes:>14,}{packed_bytes:>18,}   "
+        f"({ratio:.1f} times fewer than BF16)\n"
+        f"{'KV capacity, tokens':24}{plain.capacity:>14,}{packed.capacity:>18,}   "
+        f"(windows included)\n"
+        f"{'tokens per second':24}{plain.tokens_per_second:>14.1f}"
+        f"{packed.tokens_per_second:>18.1f}   (one request, prefill included)\n"
+        f"{'prompt tokens reused':24}{plain.cached_tokens:>14,}{packed.cached_tokens:>18,}\n"
+        f"\nModel:       {model}\nCheckpoint:  {checkpoint}\n"
+        f"Serve it:    python -m sglang.launch_server --model-path {model} --kv-quant optr"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "smollm2-135m-instruct")
+    args = parser.parse_args()
+    import torch
+
+    begin = time.monotonic()
+    logs = ROOT / ".cache" / "demo"
+    logs.mkdir(parents=True, exist_ok=True)
+    gpu = torch.cuda.is_available()
+    compute = "BF16" if gpu else "FP32"
+    flags = [] if gpu else ["--device", "cpu", "--dtype", "float32"]
+    flags += ["--mem-fraction-static", "0.5" if gpu else "0.3", "--max-running-requests", "8"]
+    plain_flags = flags if gpu else [*flags, "--attention-backend", "torch_native"]
+    model = get_smollm2.build(args.model, ROOT / ".cache" / "downloads")
+    checkpoint = calibrate(model)
+    plain = question_server("unquantized", model, logs / "unquantized.log", plain_flags)
+    packed = question_server("2-bit", model, logs / "kvquant.log", [*flags, "--kv-quant", "optr"])
+    report(model, checkpoint, plain, packed, compute)
+    print(f"The demo took {time.monotonic() - begin:.0f} s; both servers are stopped.")
+
+
+if __name__ == "__main__":
+    main()
