@@ -1,0 +1,1 @@
+"""Everything that touches SGLang: flags, refusals, pool, windows, attention backend, metrics."""
