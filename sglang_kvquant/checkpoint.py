@@ -54,7 +54,8 @@ MANIFEST_KEY = "sglang_kvquant"
 """Key of the safetensors metadata that holds the manifest."""
 
 _TENSOR_NAME = re.compile(r"layers\.(0|[1-9]\d{0,5})\.(k_rotation|v_rotation|k_mean)")
-_TORCH_MAGICS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+TORCH_MAGICS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+"""First bytes of files written by torch.save: zip archives, and pickles of protocols 2 to 5."""
 
 
 class LayerRotations(NamedTuple):
@@ -80,6 +81,11 @@ class Checkpoint:
             for field, tensor in layer._asdict().items()
             if tensor is not None
         }
+
+    def validate(self) -> None:
+        """Raise CheckpointError unless the manifest and every tensor could be saved and served."""
+        _encode_manifest(self.manifest)
+        _check_layers(self.layers, self.manifest)
 
     def fingerprint(self) -> str:
         """sha256 of manifest and tensors: equal exactly when two checkpoints are."""
@@ -176,6 +182,8 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         _check_layers(layers, manifest)
     except CheckpointError as error:
         raise CheckpointError(f"{path} cannot be used as a checkpoint: {error}.") from error
+    except FileNotFoundError as error:
+        raise CheckpointError(f"there is no checkpoint at {path}; check the path.") from error
     except (OSError, SafetensorError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint: {error}; copy or calibrate it again."
@@ -190,7 +198,7 @@ def _check_container(path: Path) -> None:
         magic = file.read(8)
     if len(magic) < 8:
         raise CheckpointError("it is empty or truncated; copy or calibrate it again")
-    if magic.startswith(_TORCH_MAGICS):
+    if magic.startswith(TORCH_MAGICS):
         raise CheckpointError(
             "it is a PyTorch file, which may contain code; rotations published by OSCAR become a "
             "checkpoint with `sglang-kvquant convert --from-oscar K_FILE V_FILE --model MODEL "
