@@ -1,1 +1,1 @@
-"""Everything that touches SGLang: flags, refusals, pool, windows, attention backend, metrics."""
+"""Serving inside SGLang: pool, windows, attention backend, weights, hooks."""
