@@ -9,7 +9,7 @@ Letters in shape comments: H num_kv_heads, B num_sequences, M quantized keys, D 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -17,7 +17,8 @@ from ..config import Clip, QuantizerConfig
 from ..quantizer import fake_quantize
 from ..rotation import skew_exp
 from .capture import LayerTraces
-from .problem import AttentionProblem, build_problem, key_loss, quantized_attention, value_loss
+from .errors import CalibrationError
+from .problem import AttentionProblem, build_problem, key_loss, value_loss, value_problem
 from .settings import OptRSettings
 
 
@@ -26,12 +27,7 @@ def key_mean(traces: LayerTraces) -> torch.Tensor:
     return traces.k.double().mean(dim=(0, 2))
 
 
-def effective(
-    x: torch.Tensor, rotation: torch.Tensor, clip: Clip, group_size: int
-) -> torch.Tensor:
-    """Q_2(x R) R^T (equation 4): x [H, B, M, D], rotation [H, D, D]; straight-through in R."""
-    rotated = torch.bmm(x.flatten(1, 2), rotation)  # [H, B * M, D]
-    return torch.bmm(fake_quantize(rotated, clip, group_size), rotation.mT).view(x.shape)
+LossFunction = Callable[[torch.Tensor, AttentionProblem], torch.Tensor]
 
 
 class Learned(NamedTuple):
@@ -41,58 +37,51 @@ class Learned(NamedTuple):
 
 
 def learn_rotation(
-    loss: Callable[[torch.Tensor, AttentionProblem], torch.Tensor],
-    side: Literal["k", "v"],
+    loss: LossFunction,
     base: torch.Tensor,
     train: AttentionProblem,
     heldout: AttentionProblem,
-    clip: Clip,
-    group_size: int,
     settings: OptRSettings,
+    steps: int,
 ) -> Learned:
     """Learn base @ exp(A - A^T) of every head; per head, the best held-out candidate is kept.
 
     Args:
-        loss: per-head loss of effective keys or values.
-        side: which tensor of the problems is rotated and quantized.
+        loss: per-head loss [H] of fp32 rotations [H, D, D] on a problem, differentiable.
         base: fp64 [H, D, D].
         train, heldout: the layer's problems.
-        clip, group_size: quantizer of this side.
-        settings: hyperparameters; candidates are step 0, every selection_every steps, and the last.
+        settings: hyperparameters. Candidates are step 0, every selection_every steps, the last.
+        steps: Adam steps.
+
+    Raises:
+        CalibrationError: the loss of the base is not finite.
     """
-    steps = (
-        settings.steps if getattr(settings, f"learn_{'keys' if side == 'k' else 'values'}") else 0
-    )
     generator = torch.zeros(base.shape, device=base.device, requires_grad=True)
     best, start = torch.zeros_like(generator), base.float()
     optimizer = torch.optim.Adam([generator], lr=settings.lr)
     random = torch.Generator().manual_seed(settings.seed)
     before = after = torch.full((base.shape[0],), torch.inf, device=base.device)
-
-    def losses(problem: AttentionProblem) -> torch.Tensor:
-        rotation = start @ skew_exp(generator)
-        return loss(effective(getattr(problem, side), rotation, clip, group_size), problem)
-
     for step in range(steps + 1):
         if step in (0, steps) or step % settings.selection_every == 0:
             with torch.no_grad():
-                now = losses(heldout)
-                best = torch.where((now < after)[:, None, None], generator, best)
-                after = torch.minimum(now, after)
-                before = now if step == 0 else before
+                now = loss(start @ skew_exp(generator), heldout)
+            best = torch.where((now < after)[:, None, None], generator.detach(), best)
+            after = torch.minimum(now, after)
+            before = now if step == 0 else before
+            if not torch.isfinite(before).all():
+                raise CalibrationError("The loss of the base rotation is not finite.")
         if step == steps:
             break
         optimizer.param_groups[0]["lr"] = settings.learning_rate(step)
         optimizer.zero_grad()
         with torch.enable_grad():
-            total = losses(_draw(train, settings, random)).sum()
+            total = loss(start @ skew_exp(generator), _draw(train, settings, random)).sum()
             if settings.proximal:
                 skew = generator - generator.mT
                 total = total + settings.proximal * skew.square().mean(dim=(1, 2)).sum()
             total.backward()
         optimizer.step()
-    rotation = base @ skew_exp(best.detach().double())
-    return Learned(rotation, before.cpu(), after.cpu())
+    return Learned(base @ skew_exp(best.double()), before.cpu(), after.cpu())
 
 
 def _draw(
@@ -130,16 +119,31 @@ def learn_layer(
     """
     mean = key_mean(train)
     problems = [build_problem(traces, mean, settings) for traces in (train, heldout)]
-    size = quantizer.group_size
 
-    def loss_k(k_eff: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:
-        return key_loss(k_eff, problem, settings.lambda_k)
+    def effective_keys(rotation: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:
+        rows = rotated_rows(problem.k, rotation, quantizer.k_clip, quantizer.group_size)
+        return rows @ rotation.mT.unsqueeze(1)  # [H, B, M, D]
 
-    keys = learn_rotation(loss_k, "k", k_base, *problems, quantizer.k_clip, size, settings)
-    rotation = keys.rotation.float()
-    for problem in problems:
-        k_eff = effective(problem.k, rotation, quantizer.k_clip, size)
-        for rows, part in problem.parts():
-            problem.p[:, rows] = quantized_attention(k_eff[:, rows], part)[0]
-    values = learn_rotation(value_loss, "v", v_base, *problems, quantizer.v_clip, size, settings)
+    def loss_k(rotation: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:
+        return key_loss(effective_keys(rotation, problem), problem, settings.lambda_k)
+
+    def loss_v(rotation: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:
+        rows = rotated_rows(problem.v, rotation, quantizer.v_clip, quantizer.group_size)
+        # (p V~') R^T instead of p (V~' R^T): there are fewer scored queries than keys.
+        return value_loss(problem.p @ rows @ rotation.mT.unsqueeze(1), problem)
+
+    steps = settings.steps if settings.learn_keys else 0
+    keys = learn_rotation(loss_k, k_base, problems[0], problems[1], settings, steps)
+    selected = keys.rotation.float()
+    problems = [value_problem(p, effective_keys(selected, p)) for p in problems]
+    steps = settings.steps if settings.learn_values else 0
+    values = learn_rotation(loss_v, v_base, problems[0], problems[1], settings, steps)
     return OptRLayer(mean, keys, values)
+
+
+def rotated_rows(
+    x: torch.Tensor, rotation: torch.Tensor, clip: Clip, group_size: int
+) -> torch.Tensor:
+    """Q_2(x R), straight-through in R: x [H, B, M, D] and rotation [H, D, D] to [H, B, M, D]."""
+    rotated = torch.bmm(x.flatten(1, 2), rotation)  # [H, B * M, D]
+    return fake_quantize(rotated, clip, group_size).view(x.shape)

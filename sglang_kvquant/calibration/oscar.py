@@ -37,7 +37,7 @@ def second_moments(x: torch.Tensor) -> torch.Tensor:
 
 
 def query_moments(traces: LayerTraces) -> torch.Tensor:
-    """Second moments of the query heads of each KV head: fp64 [num_kv_heads, head_dim, head_dim]."""
+    """Second moments of each KV head's query heads: fp64 [num_kv_heads, head_dim, head_dim]."""
     num_kv_heads = traces.k.shape[1]
     grouped = traces.q.unflatten(1, (num_kv_heads, -1)).flatten(2, 3)  # [seqs, kv, group * len, d]
     return second_moments(grouped)

@@ -33,11 +33,11 @@ class AttentionProblem:
         q: queries times sm_scale, [H, B, G * N, D].
         k: centred keys that some query reads quantized, [H, B, M, D].
         v: their values, [H, B, M, D].
-        p: probabilities of those keys, 0 where the query keeps them in BF16, [H, B, G * N, M]:
-            the BF16 ones for the key loss, those under quantized keys for the value loss.
+        p: BF16 probabilities of those keys, 0 where the query keeps them, [H, B, G * N, M].
         lse, lse_kept: log-sum-exp of all BF16 logits and of the kept keys, [H, B, G * N].
         p_dot_logits: sum over quantized keys of p times the BF16 logit, [H, B, G * N].
-        out, out_kept: BF16 readout of all keys and of the kept ones, [H, B, G * N, D].
+        out: BF16 readout of all keys, [H, B, G * N, D].
+        out_kept: likewise of a softmax over the kept keys alone (0 if there are none).
         kept: bool [G * N, M - band]: of the columns from `band` on, those a query keeps.
         band: all queries read the columns before it quantized.
         metric: error term per query head, [H, G, D, D]: e metric e^T = ||e W_O^T||^2 / d_model.
@@ -62,7 +62,7 @@ class AttentionProblem:
         return replace(self, **{name: getattr(self, name)[:, sequences] for name in names})
 
     def parts(self) -> Iterator[tuple[slice, AttentionProblem]]:
-        """Split by sequences, so that a part's attention stays in the CPU's cache or GPU memory."""
+        """Split by sequences: a part's attention fits the CPU's cache, or GPU memory."""
         num_sequences, size = self.q.shape[1], 1
         if self.q.is_cuda:
             size = max(1, CUDA_PART_BYTES // (4 * self.p[:, 0].numel()))
@@ -105,10 +105,23 @@ def build_problem(
         _bf16_attention(q[:, b], k[:, b], v[:, b], columns, future, kept)
         for b in range(q.shape[1])
     ]
-    cached = [torch.stack(tensors, dim=1) for tensors in zip(*per_sequence, strict=True)]
-    k, v = k[:, :, columns].contiguous(), v[:, :, columns].contiguous()
-    metric = error_metric(traces, settings.objective)
-    return AttentionProblem(q, k, v, *cached, kept[:, band:], band, metric)
+    p, lse, lse_kept, p_dot_logits, out, out_kept = (
+        torch.stack(tensors, dim=1) for tensors in zip(*per_sequence, strict=True)
+    )
+    return AttentionProblem(
+        q=q,
+        k=k[:, :, columns].contiguous(),
+        v=v[:, :, columns].contiguous(),
+        p=p,
+        lse=lse,
+        lse_kept=lse_kept,
+        p_dot_logits=p_dot_logits,
+        out=out,
+        out_kept=out_kept,
+        kept=kept[:, band:],
+        band=band,
+        metric=error_metric(traces, settings.objective),
+    )
 
 
 def _bf16_attention(
@@ -132,12 +145,11 @@ def _bf16_attention(
     p_all = torch.exp(logits - lse.unsqueeze(-1))
     p = p_all[..., columns].masked_fill(kept, 0.0)  # [H, G * N, M]
     p_dot_logits = (p * logits[..., columns].masked_fill(kept, 0.0)).sum(-1)
-    p_kept = p_all.clone()
-    p_kept[..., columns].masked_fill_(~kept, 0.0)
-    kept_logits = logits.clone()
-    kept_logits[..., columns].masked_fill_(~kept, -torch.inf)
-    lse_kept = torch.logsumexp(kept_logits, dim=-1)
-    return p, lse, lse_kept, p_dot_logits, p_all @ v, p_kept @ v
+    out = p_all @ v
+    logits[..., columns].masked_fill_(~kept, -torch.inf)
+    lse_kept = torch.logsumexp(logits, dim=-1)
+    out_kept = torch.nan_to_num(torch.softmax(logits, dim=-1)) @ v  # NaN where nothing is kept
+    return p, lse, lse_kept, p_dot_logits, out, out_kept
 
 
 def error_metric(traces: LayerTraces, objective: str) -> torch.Tensor:
@@ -160,7 +172,9 @@ class _WithGradient(torch.autograd.Function):
     """A per-head loss [H] whose gradient in x [H, …] was computed beside it."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor, gradient: torch.Tensor):  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, x: torch.Tensor, loss: torch.Tensor, gradient: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(gradient)
         return loss.clone()
 
@@ -173,7 +187,7 @@ class _WithGradient(torch.autograd.Function):
 def quantized_attention(
     k_eff: torch.Tensor, problem: AttentionProblem
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Softmax over quantized and kept keys.
+    """Softmax over quantized and kept keys (equation 12).
 
     Args:
         k_eff: effective keys, [H, B, M, D].
@@ -185,20 +199,25 @@ def quantized_attention(
     """
     logits = problem.q @ k_eff.mT  # [H, B, G * N, M]
     logits[..., problem.band :].masked_fill_(problem.kept, MASKED_LOGIT)
-    lse = torch.logaddexp(torch.logsumexp(logits, dim=-1), problem.lse_kept)
     p_dot_logits = (problem.p * logits).sum(-1)
-    return logits.sub_(lse.unsqueeze(-1)).exp_(), lse, p_dot_logits
+    top = torch.maximum(logits.amax(-1), problem.lse_kept)  # [H, B, G * N]
+    weights = logits.sub_(top.unsqueeze(-1)).exp_()
+    total = weights.sum(-1) + torch.exp(problem.lse_kept - top)
+    return weights.div_(total.unsqueeze(-1)), top + total.log(), p_dot_logits
 
 
 def key_loss(k_eff: torch.Tensor, problem: AttentionProblem, lambda_k: float) -> torch.Tensor:
-    """L_K of every KV head (equation 14): [H], differentiable in k_eff [H, B, M, D]."""
+    """L_K of every KV head (equation 14): [H], differentiable in k_eff [H, B, M, D].
+
+    The gradient is computed by hand, part by part, which keeps the attention in the CPU's cache.
+    """
     loss = torch.zeros(k_eff.shape[0], device=k_eff.device)
     gradient = torch.empty_like(k_eff)
     for rows, part in problem.parts():
         weights, lse, p_dot_logits = quantized_attention(k_eff.detach()[:, rows], part)
         kl = lse - part.lse + part.p_dot_logits - p_dot_logits
-        # A kept key's logit is unchanged: its probability changes by the ratio of normalizers.
-        out = weights @ part.v + torch.exp(part.lse - lse).unsqueeze(-1) * part.out_kept
+        # Kept logits are unchanged: together they are one more key with logit lse_kept.
+        out = weights @ part.v + torch.exp(part.lse_kept - lse).unsqueeze(-1) * part.out_kept
         e = out - part.out  # [H, b, G * N, D]
         metric_e = part.metric_times(e)
         loss += (kl + lambda_k * (metric_e * e).sum(-1)).sum(dim=(1, 2))
@@ -212,18 +231,24 @@ def key_loss(k_eff: torch.Tensor, problem: AttentionProblem, lambda_k: float) ->
     return _WithGradient.apply(k_eff, loss / count, gradient / count)
 
 
-def value_loss(v_eff: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:
-    """L_V of every KV head (equation 16): [H], differentiable in v_eff [H, B, M, D].
+def value_problem(problem: AttentionProblem, k_eff: torch.Tensor) -> AttentionProblem:
+    """The problem as the value loss needs it: under quantized keys.
 
-    problem.p holds the attention under the selected quantized keys.
+    Its `p` are the probabilities under k_eff [H, B, M, D], its `out` their readout of `v`.
     """
-    loss = torch.zeros(v_eff.shape[0], device=v_eff.device)
-    gradient = torch.empty_like(v_eff)
+    p, out = torch.empty_like(problem.p), torch.empty_like(problem.out)
     for rows, part in problem.parts():
-        e = part.p @ (v_eff.detach()[:, rows] - part.v)  # [H, b, G * N, D]
-        metric_e = part.metric_times(e)
-        loss += (metric_e * e).sum(dim=(1, 2, 3))
-        if v_eff.requires_grad:
-            gradient[:, rows] = part.p.mT @ metric_e.mul_(2)
-    count = problem.q.shape[1] * problem.q.shape[2]
-    return _WithGradient.apply(v_eff, loss / count, gradient / count)
+        p[:, rows] = quantized_attention(k_eff[:, rows], part)[0]
+        out[:, rows] = p[:, rows] @ part.v
+    return replace(problem, p=p, out=out)
+
+
+def value_loss(readout: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:
+    """L_V of every KV head (equation 16): [H], differentiable in readout.
+
+    Args:
+        readout: of the effective values under problem.p, [H, B, G * N, D].
+        problem: from :func:`value_problem`, the same sequences.
+    """
+    e = readout - problem.out  # kept values are exact and cancel
+    return (problem.metric_times(e) * e).sum(-1).mean(dim=(1, 2))

@@ -1,4 +1,4 @@
-"""A calibration from end to end: model and tokens in, checkpoint out, layer by layer, resumable."""
+"""A calibration from end to end: model and tokens in, checkpoint out; resumable."""
 
 from __future__ import annotations
 
@@ -261,5 +261,7 @@ def load_model(path: str, dtype: str = "auto", device: str = "cpu") -> Any:
 
     if dtype == "auto":
         dtype = "float32" if torch.device(device).type == "cpu" else "auto"
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation="sdpa"
+    )
     return model.to(device).eval()
