@@ -1,0 +1,82 @@
+"""The three steps that a device implements: write, decode, extend. Chosen once, explicitly."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import torch
+
+from ..layout import PackedKV, ReadPlan, WindowKV
+from ..reference.write import LayerTransform
+from .windows import WritePlan
+
+logger = logging.getLogger(__name__)
+
+
+class AttentionOps(Protocol):
+    """One implementation of the steps; semantics are those of sglang_kvquant.reference.
+
+    Attributes:
+        name: for the log and for error messages.
+        supports_cuda_graph: whether a decode step can be captured.
+    """
+
+    name: str
+    supports_cuda_graph: bool
+
+    def rotate_query(self, q: torch.Tensor, transform: LayerTransform) -> torch.Tensor:
+        """q R_K of the query's KV head: [num_tokens, num_q_heads, head_dim], same shape."""
+
+    def write_kv(
+        self,
+        packed: PackedKV,
+        window: WindowKV,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        transform: LayerTransform,
+        write: WritePlan,
+        with_ring: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new tokens, [num_tokens, num_kv_heads, head_dim]; returns the rotated k and v.
+
+        An extend step reads the old window first: it passes with_ring=False and calls
+        :meth:`write_ring` after its attention.
+        """
+
+    def write_ring(
+        self, window: WindowKV, k_rot: torch.Tensor, v_rot: torch.Tensor, ring_index: torch.Tensor
+    ) -> None:
+        """Copy rotated rows to the rings."""
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        packed: PackedKV,
+        window: WindowKV,
+        plan: ReadPlan,
+        sm_scale: float,
+    ) -> torch.Tensor:
+        """[batch, num_q_heads, head_dim] of rotated queries, in the frame of R_V."""
+
+    def extend(
+        self,
+        q: torch.Tensor,
+        k_rot: torch.Tensor,
+        v_rot: torch.Tensor,
+        qo_indptr: torch.Tensor,
+        packed: PackedKV,
+        window: WindowKV,
+        plan: ReadPlan,
+        sm_scale: float,
+    ) -> torch.Tensor:
+        """[num_tokens, num_q_heads, head_dim]: causal over new tokens, full over the prefix."""
+
+
+def select_ops(device: torch.device | str) -> AttentionOps:
+    """The implementation for a device, with a line in the log that names it."""
+    from .torch_attention import TorchOps
+
+    ops = TorchOps()
+    logger.info("kvquant: attention and cache writes on %s run as %s operations", device, ops.name)
+    return ops
