@@ -85,16 +85,20 @@ def _unpickle_weights(path: Path) -> Any:
     if path.is_dir():
         raise CheckpointError(f"{path} is a directory; name the K file and the V file in it.")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        file = path.open("rb")
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
-    # Damaged and hostile pickles raise nearly any type; all of them mean the same to the user.
-    except Exception as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)[:200]
-        raise CheckpointError(
-            f"{path} is damaged, not a PyTorch file, or holds more than tensors and plain values "
-            f"and is not unpickled ({reason}); get the file again from a source you trust."
-        ) from error
+    with file:
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True)
+        # Damaged and hostile files raise nearly any type; all of them mean the same to the user.
+        except Exception as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)[:200]
+            raise CheckpointError(
+                f"{path} is damaged, not a PyTorch file, or holds more than tensors and plain "
+                f"values and is not unpickled ({reason}); get the file again from a source you "
+                "trust."
+            ) from error
 
 
 def _parse(path: Path, document: Any) -> OscarFile:

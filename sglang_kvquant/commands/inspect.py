@@ -123,7 +123,7 @@ def checkpoint_lines(checkpoint: Checkpoint, facts: dict[str, Any]) -> list[str]
     """The table for a terminal of 80 columns."""
     manifest, model = checkpoint.manifest, checkpoint.manifest.model
     quantizer, windows = manifest.quantizer, manifest.windows
-    base = f", learned from {manifest.base}" if manifest.base else ""
+    base = f", base {manifest.base}" if manifest.base else ""
     row = facts["bytes_per_token"] // (2 * model.num_layers * model.num_kv_heads)
     error = facts["orthogonality_error"]
     rows = [
