@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from . import __version__
 
-COMMANDS = ("inspect", "convert")
+COMMANDS = ("calibrate", "inspect", "convert")
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
