@@ -14,7 +14,7 @@ from ..config import DEFAULT_RECENT_TOKENS, DEFAULT_SINK_TOKENS, GROUP_SIZES
 
 EPILOG = """\
 The text is cut into sequences of --seq-len tokens. Without --data the project's own text is used:
-about 16,000 tokens of prose, dialogue, code, tables and JSON. --data takes UTF-8 text, or .jsonl
+about 18,000 tokens of prose, dialogue, code, tables and JSON. --data takes UTF-8 text, or .jsonl
 with {"text": ...}, {"messages": [...]} or {"prompt": ..., "completion": ...} per line (chats pass
 through the model's chat template); either may be compressed as .xz.
 
