@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from . import __version__
 
-COMMANDS = ("calibrate", "inspect", "convert")
+COMMANDS = ("calibrate", "inspect", "convert", "evaluate")
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 

@@ -69,7 +69,6 @@ def add_parser(subparsers: Any) -> None:
         help="of model and window copies; auto is float32 on the CPU, else the model's own",
     )
     parser.add_argument("--batch-size", type=int, default=1, help="windows per forward pass")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

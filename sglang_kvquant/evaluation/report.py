@@ -1,4 +1,4 @@
-"""One HTML file with the table, the figures and how they were made; nothing is loaded from outside."""
+"""One HTML file with table, figures and how they were made; it loads nothing from outside."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def render(results: dict[str, Any], images: dict[str, bytes]) -> str:
     facts = {
         "Model": f"{model['path']} ({model['architecture']}, {model['dtype']}, {model['device']})",
         "Text": f"{data['source']}, {data['num_windows']} windows of {data['seq_len']} tokens",
-        "Kept in BF16": f"{windows['sink_tokens']} sink and {windows['recent_tokens']} recent tokens",
+        "Not quantized": (
+            f"{windows['sink_tokens']} sink and {windows['recent_tokens']} recent tokens"
+        ),
     }
     rows = "".join(f"<li>{html.escape(k)}: {html.escape(v)}</li>" for k, v in facts.items())
     meanings = "".join(

@@ -120,23 +120,21 @@ def format_table(summary: dict[str, Any]) -> str:
     plain = summary.get("full_precision")
     if plain:
         first = next(iter(methods.values()))
-        cells = ("", "", "", "", _number(plain["perplexity"], 8))
-        cells += (str(first["bf16_bytes_per_token"]), "1.00")
+        perplexity = _number(plain["perplexity"], 8)
+        cells = ["", "", "", "", perplexity, str(first["bf16_bytes_per_token"]), "1.00"]
         lines.append(_row("unquantized", cells, widths, name_width))
     for name, m in methods.items():
         percent = f"{100 * m['output_mse']['mean'] / baseline:.1f}" if baseline else ""
-        cells = (f"{m['output_mse']['mean']:.3g}", percent)
+        cells = [f"{m['output_mse']['mean']:.3g}", percent, "", "", ""]
         if "kl" in m:
-            cells += (_number(m["kl"]["mean"], 8), _number(m["residual_error"]["mean"], 8))
-            cells += (_number(m["perplexity"], 8),)
-        else:
-            cells += ("", "", "")
-        cells += (str(m["bytes_per_token"]), f"{m['ratio']:.2f}")
+            values = (m["kl"]["mean"], m["residual_error"]["mean"], m["perplexity"])
+            cells[2:] = [_number(value, 8) for value in values]
+        cells += [str(m["bytes_per_token"]), f"{m['ratio']:.2f}"]
         lines.append(_row(name, cells, widths, name_width))
     return "\n".join(lines)
 
 
-def _row(name: str, cells: tuple[str, ...], widths: tuple[int, ...], name_width: int) -> str:
+def _row(name: str, cells: list[str], widths: tuple[int, ...], name_width: int) -> str:
     text = "".join(f" {c:>{w}}" for c, w in zip(cells, widths, strict=True))
     return f"{name[:name_width]:<{name_width}}{text}"
 

@@ -1,4 +1,4 @@
-"""The offline simulation computes what the reference write and decode compute, position by position."""
+"""The offline simulation computes what reference write and decode compute, token by token."""
 
 from __future__ import annotations
 
