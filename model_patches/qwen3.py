@@ -1,4 +1,4 @@
-"""Qwen3: fused qkv_proj and o_proj in Qwen3Attention; q and k are normalized per head, v is not."""
+"""Qwen3: fused qkv_proj and o_proj in Qwen3Attention; q and k are normalized, v is not."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-
 from sglang_kvquant.patches.base import AttentionPart, ModelPatch
 from sglang_kvquant.patches.llama import LlamaPatch
 from sglang_kvquant.patches.phi3 import Phi3Patch

@@ -24,6 +24,8 @@ import torch
 
 from .config import GROUP_SIZES, check_head_dim
 
+BITS_PER_CODE = 2
+MAX_CODE = 3
 CODES_PER_BYTE = 4
 CODES_PER_WORD = 8
 META_BYTES_PER_GROUP = 4
@@ -50,9 +52,9 @@ def pack_codes(codes: torch.Tensor) -> torch.Tensor:
 
 def unpack_codes(packed: torch.Tensor) -> torch.Tensor:
     """Inverse of :func:`pack_codes`: uint8 [..., head_dim // 4] to uint8 [..., head_dim]."""
-    by_byte = packed.unflatten(-1, (-1, 2)).transpose(-1, -2)  # [..., byte, word]
-    fields = torch.stack([(by_byte >> shift) & 3 for shift in (0, 2, 4, 6)], dim=-2)
-    return fields.flatten(-3)  # [..., byte * field * word] = [..., head_dim]
+    words = packed.contiguous().view(torch.int16)  # [..., head_dim // 8], little-endian
+    fields = [(words >> shift) & MAX_CODE for shift in range(0, 16, BITS_PER_CODE)]
+    return torch.stack(fields, dim=-2).flatten(-2).to(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """The attention backend: builds a step's plan, calls the device's operations, does no arithmetic.
 
-SGLang's contract in short: ``init_forward_metadata`` runs once per step, then ``forward_decode`` or
-``forward_extend`` once per layer. With CUDA graphs ``init_forward_metadata_out_graph`` runs before
-every replay instead, outside the graph, and the captured layers may read only static buffers: the
-scheduler is free to change ``req_to_token`` and our tables as soon as it has returned.
+SGLang's contract in short: ``init_forward_metadata`` runs once per step, then ``forward_decode``
+or ``forward_extend`` once per layer. With CUDA graphs ``init_forward_metadata_out_graph`` runs
+before every replay instead, outside the graph, and the captured layers may read only static
+buffers: the scheduler may change ``req_to_token`` and our tables as soon as it has returned.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class KVQuantAttnBackend(AttentionBackend):
             q_rot, k_rot, v_rot, plan.qo_indptr, packed, window, plan.read, layer.scaling
         )
         # The new tokens overwrite ring columns that this step's queries still had to read.
-        self.ops.write_ring(window, k_rot, v_rot, plan.write.ring_index)
+        self.ops.write_ring(window, k_rot, v_rot, plan.write)
         return self._finish(out, transform, q)
 
     def _prepare(
@@ -203,7 +203,7 @@ class KVQuantAttnBackend(AttentionBackend):
     def _finish(
         self, out: torch.Tensor, transform: LayerTransform, q: torch.Tensor
     ) -> torch.Tensor:
-        """Leave the frame of R_V where the weights do not: [num_tokens, num_q_heads * head_dim]."""
+        """Leave the frame of R_V where o_proj does not: [num_tokens, num_q_heads * head_dim]."""
         if transform.v_rotation is not None:
             out = rotate_heads(out.float(), transform.v_rotation.transpose(-1, -2))
         return out.to(q.dtype).flatten(1)

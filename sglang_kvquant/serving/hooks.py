@@ -124,7 +124,7 @@ def build_pool(original: Callable, kvc: Any, *, sizes: Any, **kwargs: Any) -> Pa
     shape = pool.shape
     logger.info(
         "kvquant: %s, %d layers, %d KV heads of %d on this rank: %d bytes per token (BF16: %d), "
-        "%d tokens, BF16 windows of %d sink and %d recent tokens for %d running requests: %.1f MiB",
+        "%d tokens; windows of %d sink and %d recent tokens for %d running requests: %.1f MiB",
         applied.checkpoint.manifest.method,
         shape.num_layers,
         shape.layout.num_kv_heads,

@@ -45,9 +45,9 @@ class AttentionOps(Protocol):
         """
 
     def write_ring(
-        self, window: WindowKV, k_rot: torch.Tensor, v_rot: torch.Tensor, ring_index: torch.Tensor
+        self, window: WindowKV, k_rot: torch.Tensor, v_rot: torch.Tensor, write: WritePlan
     ) -> None:
-        """Copy rotated rows to the rings."""
+        """Copy rotated rows to the rings; follows :meth:`write_kv` of the same step."""
 
     def decode(
         self,

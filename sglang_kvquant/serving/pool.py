@@ -7,7 +7,7 @@ token is stored at its slot. The windows are copies, indexed by request row and 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
@@ -122,7 +122,7 @@ class PackedKVPool(KVCache):
     def register_layer_transfer_counter(self, layer_transfer_counter: Any) -> None:
         self._refuse("attach a host cache to")
 
-    def _refuse(self, action: str) -> Any:
+    def _refuse(self, action: str) -> NoReturn:
         raise NotImplementedError(
             f"another part of SGLang tried to {action} the packed KV cache, which holds 2-bit "
             "codes in a rotated frame; please report the server's arguments."

@@ -101,7 +101,7 @@ def plan_budget(
     if tokens <= 0:
         windows = shape.windows
         raise ValueError(
-            f"the BF16 windows of {requested} running requests ({windows.recent_tokens} recent and "
+            f"the windows of {requested} running requests ({windows.recent_tokens} recent and "
             f"{windows.sink_tokens} sink tokens each) need "
             f"{shape.window_bytes(requested) / 2**30:.2f} GiB, but the KV cache may take only "
             f"{available_bytes / 2**30:.2f} GiB; lower --max-running-requests or "

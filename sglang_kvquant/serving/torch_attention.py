@@ -8,19 +8,16 @@ all pieces are worked out once per forward step, not per layer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
+from ..config import QuantizerConfig
 from ..layout import PackedKV, ReadPlan, WindowKV, pack_codes, unpack_codes
-from ..quantizer import (
-    Quantized,
-    assign_codes,
-    choose_qparams,
-    clip_rows,
-    dequantize,
-)
-from ..reference.write import LayerTransform, rotate_kv, write_window
+from ..quantizer import assign_codes, choose_qparams, clip_rows
+from ..reference.write import LayerTransform, rotate_kv
 from ..rotation import rotate_heads
 from .windows import WritePlan
 
@@ -40,7 +37,9 @@ class Sources:
     """Where one request reads its keys: every cached position is in exactly one of them."""
 
     pieces: tuple[Piece, ...]
-    page: torch.Tensor | None  # int64 [num_packed]; None when nothing is read from the packed cache
+    page: (
+        torch.Tensor | None
+    )  # int64 [num_packed]; None when nothing is read from the packed cache
     offset: torch.Tensor | None  # int64 [num_packed]
 
 
@@ -72,10 +71,68 @@ def _runs(index: torch.Tensor) -> list[tuple[int, int]]:
     """Maximal runs [begin, end) of consecutive integers in an ascending tensor."""
     breaks = (index.diff() != 1).nonzero().squeeze(-1) + 1
     bounds = [0, *breaks.tolist(), len(index)]
-    return [
-        (int(index[begin]), int(index[end - 1]) + 1)
-        for begin, end in zip(bounds[:-1], bounds[1:], strict=True)
-    ]
+    return [(int(index[begin]), int(index[end - 1]) + 1) for begin, end in pairwise(bounds)]
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPlaces:
+    """Tokens of a step that go to a window, with their row and column."""
+
+    token: torch.Tensor  # int64 [num_kept]
+    row: torch.Tensor  # int64 [num_kept]
+    column: torch.Tensor  # int64 [num_kept]
+
+    @classmethod
+    def of(cls, index: torch.Tensor, num_columns: int) -> WindowPlaces | None:
+        """From an index of WritePlan; None when no token goes there."""
+        token = (index >= 0).nonzero().squeeze(-1)
+        if not len(token):
+            return None
+        return cls(token, index[token] // num_columns, index[token] % num_columns)
+
+    def store(
+        self,
+        buffer_k: torch.Tensor,
+        buffer_v: torch.Tensor,
+        k_rot: torch.Tensor,
+        v_rot: torch.Tensor,
+    ) -> None:
+        """As reference.write.write_window."""
+        buffer_k[self.row, :, self.column] = k_rot[self.token].to(buffer_k.dtype)
+        buffer_v[self.row, :, self.column] = v_rot[self.token].to(buffer_v.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the new tokens of a step go."""
+
+    page: torch.Tensor  # int64 [num_tokens]
+    offset: torch.Tensor  # int64 [num_tokens]
+    ring: WindowPlaces | None
+    sink: WindowPlaces | None
+
+
+def _write_packed(
+    packed: PackedKV,
+    k_rot: torch.Tensor,
+    v_rot: torch.Tensor,
+    quantizer: QuantizerConfig,
+    places: Places,
+) -> None:
+    """Like reference.write.write_packed, keys and values in one pass."""
+    group_size = quantizer.group_size
+    rows = torch.stack(
+        [
+            clip_rows(k_rot, quantizer.k_clip, group_size),
+            clip_rows(v_rot, quantizer.v_clip, group_size),
+        ]
+    )  # [2, num_tokens, num_kv_heads, head_dim]
+    scale, zero = choose_qparams(rows, group_size)
+    codes = pack_codes(assign_codes(rows, scale, zero, group_size))
+    meta = torch.stack([scale, zero], dim=-1)
+    page, offset = places.page, places.offset
+    packed.k_codes[page, :, offset], packed.v_codes[page, :, offset] = codes.unbind()
+    packed.k_meta[page, :, offset], packed.v_meta[page, :, offset] = meta.unbind()
 
 
 class TorchOps:
@@ -85,8 +142,11 @@ class TorchOps:
     supports_cuda_graph = False
 
     def __init__(self) -> None:
+        # What the last plans mean for this implementation: worked out by a step's first layer.
         self._plan: ReadPlan | None = None
         self._sources: list[Sources] = []
+        self._write: WritePlan | None = None
+        self._places: Places | None = None
 
     def rotate_query(self, q: torch.Tensor, transform: LayerTransform) -> torch.Tensor:
         q = q.float()
@@ -102,41 +162,34 @@ class TorchOps:
         write: WritePlan,
         with_ring: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        places = self._place(write, packed, window)
         k_rot, v_rot = rotate_kv(k, v, transform)
-        self._write_packed(packed, k_rot, v_rot, transform, write.out_cache_loc)
-        if with_ring:
-            write_window(window.ring_k, window.ring_v, k_rot, v_rot, write.ring_index)
-        write_window(window.sink_k, window.sink_v, k_rot, v_rot, write.sink_index)
+        _write_packed(packed, k_rot, v_rot, transform.quantizer, places)
+        if with_ring and places.ring is not None:
+            places.ring.store(window.ring_k, window.ring_v, k_rot, v_rot)
+        if places.sink is not None:
+            places.sink.store(window.sink_k, window.sink_v, k_rot, v_rot)
         return k_rot, v_rot
 
     def write_ring(
-        self, window: WindowKV, k_rot: torch.Tensor, v_rot: torch.Tensor, ring_index: torch.Tensor
+        self, window: WindowKV, k_rot: torch.Tensor, v_rot: torch.Tensor, write: WritePlan
     ) -> None:
-        write_window(window.ring_k, window.ring_v, k_rot, v_rot, ring_index)
+        if self._write is not write or self._places is None:
+            raise RuntimeError("write_ring must follow write_kv of the same step")
+        if self._places.ring is not None:
+            self._places.ring.store(window.ring_k, window.ring_v, k_rot, v_rot)
 
-    def _write_packed(
-        self,
-        packed: PackedKV,
-        k_rot: torch.Tensor,
-        v_rot: torch.Tensor,
-        transform: LayerTransform,
-        out_cache_loc: torch.Tensor,
-    ) -> None:
-        """Like reference.write.write_packed, keys and values in one pass."""
-        quantizer = transform.quantizer
-        group_size = quantizer.group_size
-        rows = torch.stack(
-            [
-                clip_rows(k_rot, quantizer.k_clip, group_size),
-                clip_rows(v_rot, quantizer.v_clip, group_size),
-            ]
-        )  # [2, num_tokens, num_kv_heads, head_dim]
-        scale, zero = choose_qparams(rows, group_size)
-        codes = pack_codes(assign_codes(rows, scale, zero, group_size))
-        meta = torch.stack([scale, zero], dim=-1)
-        page, offset = out_cache_loc // packed.page_size, out_cache_loc % packed.page_size
-        packed.k_codes[page, :, offset], packed.v_codes[page, :, offset] = codes.unbind()
-        packed.k_meta[page, :, offset], packed.v_meta[page, :, offset] = meta.unbind()
+    def _place(self, write: WritePlan, packed: PackedKV, window: WindowKV) -> Places:
+        if self._write is not write or self._places is None:
+            loc = write.out_cache_loc
+            self._places = Places(
+                loc // packed.page_size,
+                loc % packed.page_size,
+                WindowPlaces.of(write.ring_index, window.recent_tokens),
+                WindowPlaces.of(write.sink_index, window.sink_tokens),
+            )
+            self._write = write
+        return self._places
 
     def _locate_all(self, plan: ReadPlan, packed: PackedKV, window: WindowKV) -> list[Sources]:
         if plan is not self._plan:
@@ -159,8 +212,8 @@ class TorchOps:
         sources = self._locate_all(plan, packed, window)
         out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         for request, source in enumerate(sources):
-            pairs = _read(source, packed, window)
-            out[request] = _attend(q[request].unsqueeze(0), pairs, sm_scale, None)[0]
+            pieces = _read(source, packed, window)
+            out[request] = _attend(q[request : request + 1], pieces, sm_scale)[0]
         return out
 
     def extend(
@@ -177,74 +230,119 @@ class TorchOps:
         """As reference.attention.extend, without the log-sum-exp."""
         sources = self._locate_all(plan, packed, window)
         out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        bounds = qo_indptr.tolist()
-        for source, begin, end in zip(sources, bounds[:-1], bounds[1:], strict=True):
+        for source, (begin, end) in zip(sources, pairwise(qo_indptr.tolist()), strict=True):
             if begin == end:
                 continue
-            new = (k_rot[begin:end].transpose(0, 1), v_rot[begin:end].transpose(0, 1))
-            pairs = [*_read(source, packed, window), new]
-            causal = torch.ones(end - begin, end - begin, dtype=torch.bool, device=q.device)
-            out[begin:end] = _attend(q[begin:end], pairs, sm_scale, causal.triu(1))
+            k, v = (x[begin:end].transpose(0, 1) for x in (k_rot, v_rot))
+            pieces = [*_read(source, packed, window), DenseKV(k, v, causal=True)]
+            out[begin:end] = _attend(q[begin:end], pieces, sm_scale)
         return out
 
 
-def _read(
-    source: Sources, packed: PackedKV, window: WindowKV
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of a request by piece, each fp32 [num_kv_heads, length, head_dim]."""
-    pairs = []
+@dataclass(frozen=True, slots=True)
+class DenseKV:
+    """Keys and values as they are, fp32 [num_kv_heads, length, head_dim].
+
+    Attributes:
+        causal: query i sees only the first i + 1 of them.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    causal: bool = False
+
+    def logits(self, q: torch.Tensor, group: int) -> torch.Tensor:
+        """q k^T of queries ordered [num_kv_heads, num_queries * group, head_dim]."""
+        logits = q @ self.k.transpose(1, 2)  # [num_kv_heads, num_queries * group, length]
+        if self.causal and self.k.shape[1] > 1:
+            length = self.k.shape[1]
+            seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+            logits.masked_fill_(~seen.repeat_interleave(group, dim=0), float("-inf"))
+        return logits
+
+    def values(self, weights: torch.Tensor) -> torch.Tensor:
+        """weights v: [num_kv_heads, num_queries * group, head_dim]."""
+        return weights @ self.v
+
+    @property
+    def length(self) -> int:
+        return self.k.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class CodedKV:
+    """Keys and values as codes. Scales and zeros are applied after the dot products:
+    q k = scale (q codes) + zero sum(q), and w v = (w scale) codes + sum(w zero)."""
+
+    k_codes: torch.Tensor  # fp32 [num_kv_heads, num_groups, length, group_size]
+    k_meta: torch.Tensor  # fp32 [2, num_kv_heads, num_groups, 1, length], scale and zero
+    v_codes: torch.Tensor  # like k_codes
+    v_meta: torch.Tensor  # like k_meta
+
+    @classmethod
+    def gather(cls, packed: PackedKV, page: torch.Tensor, offset: torch.Tensor) -> CodedKV:
+        parts = []
+        for codes, meta in ((packed.k_codes, packed.k_meta), (packed.v_codes, packed.v_meta)):
+            # Heads come first while the rows are still packed: a sixteenth of the bytes to move.
+            rows = codes[page, :, offset].transpose(0, 1)  # [num_kv_heads, length, head_dim // 4]
+            numbers = (
+                meta[page, :, offset].float().permute(3, 1, 2, 0)
+            )  # [2, heads, groups, length]
+            grouped = unpack_codes(rows).float().unflatten(-1, (numbers.shape[2], -1))
+            parts += [grouped.transpose(1, 2), numbers.unsqueeze(-2).contiguous()]
+        return cls(*parts)
+
+    def logits(self, q: torch.Tensor, group: int) -> torch.Tensor:
+        """As DenseKV.logits."""
+        grouped = q.unflatten(-1, (self.k_codes.shape[1], -1)).transpose(1, 2)
+        scale, zero = self.k_meta
+        dots = grouped @ self.k_codes.transpose(2, 3)  # [heads, num_groups, queries, length]
+        return (dots * scale + grouped.sum(-1, keepdim=True) * zero).sum(1)
+
+    def values(self, weights: torch.Tensor) -> torch.Tensor:
+        """As DenseKV.values."""
+        scale, zero = self.v_meta
+        w = weights.unsqueeze(1)  # [heads, 1, queries, length]
+        out = (w * scale) @ self.v_codes + w @ zero.transpose(2, 3)
+        return out.transpose(1, 2).flatten(2)  # [heads, queries, head_dim]
+
+    @property
+    def length(self) -> int:
+        return self.k_codes.shape[2]
+
+
+def _read(source: Sources, packed: PackedKV, window: WindowKV) -> list[DenseKV | CodedKV]:
+    """The cached keys and values of a request, in no particular order."""
+    pieces: list[DenseKV | CodedKV] = []
     for piece in source.pieces:
-        k, v = (
-            (window.sink_k, window.sink_v) if piece.is_sink else (window.ring_k, window.ring_v)
-        )
+        k, v = (window.sink_k, window.sink_v) if piece.is_sink else (window.ring_k, window.ring_v)
         columns = slice(piece.begin, piece.end)
-        pairs.append((k[piece.row, :, columns].float(), v[piece.row, :, columns].float()))
-    if source.page is not None:
-        where = (source.page, source.offset)
-        pairs.append(
-            (
-                _dequantize(packed.k_codes, packed.k_meta, *where),
-                _dequantize(packed.v_codes, packed.v_meta, *where),
-            )
-        )
-    return pairs
+        pieces.append(DenseKV(k[piece.row, :, columns].float(), v[piece.row, :, columns].float()))
+    if source.page is not None and source.offset is not None:
+        pieces.append(CodedKV.gather(packed, source.page, source.offset))
+    return pieces
 
 
-def _dequantize(
-    codes: torch.Tensor, meta: torch.Tensor, page: torch.Tensor, offset: torch.Tensor
-) -> torch.Tensor:
-    rows = unpack_codes(codes[page, :, offset])  # [length, num_kv_heads, head_dim]
-    scale, zero = meta[page, :, offset].unbind(-1)  # [length, num_kv_heads, num_groups]
-    group_size = rows.shape[-1] // scale.shape[-1]
-    return dequantize(Quantized(rows, scale, zero), group_size).transpose(0, 1)
-
-
-def _attend(
-    q: torch.Tensor,
-    pairs: list[tuple[torch.Tensor, torch.Tensor]],
-    sm_scale: float,
-    hidden: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention of one request over all pieces.
+def _attend(q: torch.Tensor, pieces: Sequence[DenseKV | CodedKV], sm_scale: float) -> torch.Tensor:
+    """Softmax attention of one request over all pieces.
 
     Args:
-        q: fp32 [num_queries, num_q_heads, head_dim].
-        pairs: keys and values, [num_kv_heads, length, head_dim] each.
+        q: fp32 [num_queries, num_q_heads, head_dim], query heads of a KV head adjacent.
+        pieces: at least one.
         sm_scale: factor of the logits.
-        hidden: bool [num_queries, length], keys of the last piece that a query must not see.
 
     Returns:
         fp32 [num_queries, num_q_heads, head_dim].
     """
-    num_kv_heads, (num_queries, num_q_heads, head_dim) = pairs[0][0].shape[0], q.shape
-    by_head = q.view(num_queries, num_kv_heads, -1, head_dim).transpose(0, 1)
-    by_head = by_head.reshape(num_kv_heads, -1, head_dim) * sm_scale  # [kv_heads, q * group, d]
-    logits = [by_head @ k.transpose(1, 2) for k, _ in pairs]
-    if hidden is not None and num_queries > 1:
-        group = num_q_heads // num_kv_heads
-        logits[-1].masked_fill_(hidden.repeat_interleave(group, dim=0), float("-inf"))
-    weights = torch.cat(logits, dim=-1).softmax(-1).split([k.shape[1] for k, _ in pairs], dim=-1)
-    out = sum(w @ v for w, (_, v) in zip(weights, pairs, strict=True))
-    assert isinstance(out, torch.Tensor)
-    out = out.view(num_kv_heads, num_queries, -1, head_dim).transpose(0, 1)
+    num_queries, num_q_heads, head_dim = q.shape
+    num_kv_heads = (pieces[0].k if isinstance(pieces[0], DenseKV) else pieces[0].k_codes).shape[0]
+    group = num_q_heads // num_kv_heads
+    by_head = q.view(num_queries, num_kv_heads, group, head_dim).transpose(0, 1)
+    by_head = by_head.reshape(num_kv_heads, -1, head_dim) * sm_scale  # [heads, queries*group, d]
+    weights = torch.cat([piece.logits(by_head, group) for piece in pieces], dim=-1).softmax(-1)
+    parts = weights.split([piece.length for piece in pieces], dim=-1)
+    out = pieces[0].values(parts[0])
+    for piece, part in zip(pieces[1:], parts[1:], strict=True):
+        out = out + piece.values(part)
+    out = out.view(num_kv_heads, num_queries, group, head_dim).transpose(0, 1)
     return out.reshape(num_queries, num_q_heads, head_dim)

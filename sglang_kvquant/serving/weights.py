@@ -72,9 +72,7 @@ def apply_rotations(
     folded = all(
         compat.is_unquantized(linear) for part in parts for linear in (part.qkv_proj, part.o_proj)
     )
-    transforms = {
-        part.layer_id: _apply_layer(part, checkpoint, folded) for part in parts
-    }
+    transforms = {part.layer_id: _apply_layer(part, checkpoint, folded) for part in parts}
     applied = AppliedRotations(checkpoint, windows, parts, transforms, folded)
     setattr(model, APPLIED_ATTRIBUTE, applied)
     how = "folded into the weights" if folded else "applied online: the linear layers are packed"

@@ -61,15 +61,16 @@ class StepPlan:
 
     def first_rows(self, batch_size: int) -> StepPlan:
         """The plan of the first requests, sharing memory with this one."""
-        parts = [
-            type(part)(**{f.name: getattr(part, f.name)[:batch_size] for f in fields(part)})
-            for part in (self.read, self.write)
-        ]
-        return StepPlan(*parts)
+
+        def head(part: ReadPlan | WritePlan) -> dict[str, torch.Tensor]:
+            return {f.name: getattr(part, f.name)[:batch_size] for f in fields(part)}
+
+        return StepPlan(ReadPlan(**head(self.read)), WritePlan(**head(self.write)))
 
     def copy_(self, other: StepPlan) -> None:
         """Take over the contents of a plan of the same shape."""
-        for mine, theirs in ((self.read, other.read), (self.write, other.write)):
+        pairs = ((self.read, other.read), (self.write, other.write))
+        for mine, theirs in pairs:
             for f in fields(mine):
                 getattr(mine, f.name).copy_(getattr(theirs, f.name))
 
