@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sglang_kvquant import model_info
 from sglang_kvquant.model_info import GQA_ARCHITECTURES, ModelInfo, hash_weights
 
 
@@ -74,6 +75,19 @@ def test_hash_sees_one_changed_element(llama, name, layer):
     tensors[f"model.layers.{layer}.self_attn.{name}.weight"][-1, -1] += 1.0
     save_file(tensors, llama / "model.safetensors")
     assert hash_weights(llama, 2) != before
+
+
+@pytest.mark.parametrize(("element", "seen"), [(0, True), (-1, True), (500, False)])
+def test_hash_reads_both_ends_of_a_large_tensor(tmp_path, monkeypatch, element, seen):
+    monkeypatch.setattr(model_info, "HASHED_BYTES", 64)
+    weight = torch.zeros(1000)
+    hashes = []
+    for value in (0.0, 1.0):
+        weight[element] = value
+        tensors = {"model.layers.0.self_attn.k_proj.weight": weight}
+        save_file(tensors, tmp_path / "model.safetensors")
+        hashes.append(hash_weights(tmp_path, 1))
+    assert (hashes[0] != hashes[1]) == seen
 
 
 def test_hash_sees_the_dtype(tiny_model):
