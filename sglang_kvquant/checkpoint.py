@@ -54,7 +54,7 @@ MANIFEST_KEY = "sglang_kvquant"
 """Key of the safetensors metadata that holds the manifest."""
 
 _TENSOR_NAME = re.compile(r"layers\.(0|[1-9]\d{0,5})\.(k_rotation|v_rotation|k_mean)")
-TORCH_MAGICS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+_TORCH_MAGICS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 """First bytes of files written by torch.save: zip archives, and pickles of protocols 2 to 5."""
 
 
@@ -191,14 +191,23 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(manifest, layers)
 
 
+def is_torch_file(head: bytes) -> bool:
+    """Whether the first 9 bytes of a file are those of a PyTorch archive or pickle.
+
+    A safetensors file begins with the length of its JSON header, whose low bytes may be those of
+    a pickle (a header of 640 bytes is 80 02 …); byte 8, the first of the JSON, tells them apart.
+    """
+    return head.startswith(_TORCH_MAGICS) and head[8:9] != b"{"
+
+
 def _check_container(path: Path) -> None:
     if path.is_dir():
         raise CheckpointError("it is a directory; give the safetensors file in it")
     with path.open("rb") as file:
-        magic = file.read(8)
-    if len(magic) < 8:
+        head = file.read(9)
+    if len(head) < 9:
         raise CheckpointError("it is empty or truncated; copy or calibrate it again")
-    if magic.startswith(TORCH_MAGICS):
+    if is_torch_file(head):
         raise CheckpointError(
             "it is a PyTorch file, which may contain code; rotations published by OSCAR become a "
             "checkpoint with `sglang-kvquant convert --from-oscar K_FILE V_FILE --model MODEL "

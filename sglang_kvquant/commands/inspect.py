@@ -29,11 +29,11 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..checkpoint import TORCH_MAGICS, load_checkpoint
+    from ..checkpoint import load_checkpoint
     from ..oscar_format import load_oscar_file
 
     path = Path(args.file).expanduser()
-    if _starts_with(path, TORCH_MAGICS):
+    if _is_torch_file(path):
         file = load_oscar_file(path)
         facts, lines = oscar_facts(file), oscar_lines(file)
     else:
@@ -44,11 +44,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _starts_with(path: Path, magics: tuple[bytes, ...]) -> bool:
-    """Whether the file has one of the magics; the loaders report what cannot be read."""
+def _is_torch_file(path: Path) -> bool:
+    """Whether OSCAR's format is meant; the loaders report what cannot be read."""
+    from ..checkpoint import is_torch_file
+
     try:
         with path.open("rb") as file:
-            return file.read(8).startswith(magics)
+            return is_torch_file(file.read(9))
     except OSError:
         return False
 

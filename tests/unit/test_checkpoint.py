@@ -22,6 +22,7 @@ from sglang_kvquant.checkpoint import (
     check_matches,
     data_free_checkpoint,
     default_checkpoint_path,
+    is_torch_file,
     load_checkpoint,
     resolve_checkpoint,
     save_checkpoint,
@@ -464,3 +465,14 @@ def test_resolve(tiny_model, tmp_path, monkeypatch):
 
 def test_every_public_name_exists():
     assert all(hasattr(checkpoint_module, name) for name in checkpoint_module.__all__)
+
+
+def test_a_header_length_like_a_pickles_magic_is_no_pickle(tmp_path):
+    """640 is 80 02 in little-endian: the first bytes of a pickle of protocol 2."""
+    for length in (640, 896, 1152):
+        head = length.to_bytes(8, "little") + b"{"
+        assert head.startswith((b"\x80\x02", b"\x80\x03", b"\x80\x04"))
+        assert not is_torch_file(head)
+    assert is_torch_file(pickle.dumps([1, 2, 3])[:9])
+    torch.save([1], tmp_path / "archive.pt")
+    assert is_torch_file((tmp_path / "archive.pt").read_bytes()[:9])
