@@ -95,6 +95,7 @@ def workspace(case, q, num_splits: int, window_splits: int) -> kernel.DecodeWork
     return kernel.DecodeWorkspace(
         torch.full((rows * q.shape[2],), float("nan"), device=q.device),
         torch.full((rows,), float("nan"), device=q.device),
+        torch.zeros(rows, dtype=torch.int32, device=q.device),
         num_splits,
         window_splits,
     )
@@ -223,8 +224,8 @@ def test_bf16_on_gpu(name, missing, make_case):
         sinks=64, recent=256, dtype=torch.bfloat16, missing_sinks=missing, hit=True, **options
     )
     # p and the output are rounded to bf16; window operands are bf16 numbers already, so q.k is
-    # exact up to fp32 sums.
-    check(case, group, torch.bfloat16, p_eps=2**-7, q_eps=2**-20)
+    # exact up to fp32 sums, except for first positions that are dequantized to bf16.
+    check(case, group, torch.bfloat16, p_eps=2**-7, q_eps=2**-9 if missing else 2**-20)
 
 
 @gpu
