@@ -1,0 +1,49 @@
+"""A server with one part replaced, to show that the tests would notice.
+
+Run in place of ``-m sglang.launch_server``. Scheduler processes are spawned and import the main
+script again, so that what stands at the top level here happens in them too.
+
+KVQUANT_VARIANT=identity   the packed cache keeps keys and values as they are
+KVQUANT_VARIANT=permuted   the same, and queries get the rotation with its columns rolled by one
+"""
+
+import os
+
+import torch
+
+from sglang_kvquant.rotation import rotate_heads
+from sglang_kvquant.serving import torch_attention
+from sglang_kvquant.serving.torch_attention import DenseKV, TorchOps
+
+_rows: dict[int, torch.Tensor] = {}  # address of a layer's k_codes -> [2, slots, heads, head_dim]
+
+
+def _keep(packed, k_rot, v_rot, quantizer, places):
+    num_pages, num_kv_heads, page_size, _ = packed.k_codes.shape
+    rows = _rows.setdefault(
+        packed.k_codes.data_ptr(),
+        torch.full((2, num_pages * page_size, num_kv_heads, k_rot.shape[-1]), torch.nan),
+    )
+    rows[0, places.page], rows[1, places.page] = k_rot, v_rot
+
+
+class ExactKV(DenseKV):
+    @classmethod
+    def gather(cls, packed, page, offset):
+        k, v = _rows[packed.k_codes.data_ptr()][:, page].transpose(1, 2)
+        return cls(k, v)
+
+
+def _rotate_wrongly(self, q, transform):
+    return rotate_heads(q.float(), transform.k_rotation.roll(1, dims=-1))
+
+
+torch_attention._write_packed = _keep
+torch_attention.CodedKV = ExactKV
+if os.environ["KVQUANT_VARIANT"] == "permuted":
+    TorchOps.rotate_query = _rotate_wrongly
+
+if __name__ == "__main__":
+    import runpy
+
+    runpy.run_module("sglang.launch_server", run_name="__main__")
