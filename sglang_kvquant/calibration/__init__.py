@@ -8,7 +8,7 @@ rotations), recipe (what is chosen and how layers are solved and saved).
 from .capture import LayerTraces, attention_override, collect_traces, visit_layers
 from .data import CalibrationTokens, load_tokens
 from .errors import CalibrationError
-from .recipe import LayerResult, Recipe, calibrate, load_model, solve_layer
+from .recipe import LayerResult, Recipe, calibrate, calibrate_traces, load_model, solve_layer
 from .settings import OptRSettings
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Recipe",
     "attention_override",
     "calibrate",
+    "calibrate_traces",
     "collect_traces",
     "load_model",
     "load_tokens",

@@ -179,19 +179,17 @@ def calibrate(
     """
     check_tokens(tokens, recipe)
     check_head_dim(info.head_dim)
-    facts = _facts(model, tokens, recipe)
+    facts = _facts(tokens, recipe, model.dtype, model.device)
     work = None
     if work_root is not None:
         work = WorkDirectory(Path(work_root), {"model": info.to_json(), **facts})
     results: dict[int, LayerResult] = {}
-    num_train = len(tokens.train)
 
     def visit(layer_id: int, traces: LayerTraces) -> None:
         begin = time.perf_counter()
         result = work.load(layer_id) if work else None
         if result is None:
-            train, heldout = traces.select(slice(num_train)), traces.select(slice(num_train, None))
-            result = solve_layer(train, heldout, recipe)
+            result = solve_layer(*_split(traces, tokens), recipe)
             if work:
                 work.store(layer_id, result)
         results[layer_id] = result
@@ -199,6 +197,33 @@ def calibrate(
             on_layer(layer_id, result, time.perf_counter() - begin)
 
     visit_layers(model, tokens.all(), visit)
+    return _assemble(results, facts, recipe, info)
+
+
+def calibrate_traces(
+    traces: dict[int, LayerTraces], tokens: CalibrationTokens, recipe: Recipe, info: ModelInfo
+) -> Checkpoint:
+    """The same from traces that :func:`collect_traces` took on ``tokens.all()``.
+
+    For experiments with many recipes on one model.
+    """
+    check_tokens(tokens, recipe)
+    check_head_dim(info.head_dim)
+    results = {
+        layer_id: solve_layer(*_split(layer, tokens), recipe) for layer_id, layer in traces.items()
+    }
+    k = traces[0].k
+    return _assemble(results, _facts(tokens, recipe, k.dtype, k.device), recipe, info)
+
+
+def _split(traces: LayerTraces, tokens: CalibrationTokens) -> tuple[LayerTraces, LayerTraces]:
+    num_train = len(tokens.train)
+    return traces.select(slice(num_train)), traces.select(slice(num_train, None))
+
+
+def _assemble(
+    results: dict[int, LayerResult], facts: dict[str, Any], recipe: Recipe, info: ModelInfo
+) -> Checkpoint:
     manifest = Manifest(
         method=recipe.method,
         base=recipe.base,
@@ -223,12 +248,14 @@ def check_tokens(tokens: CalibrationTokens, recipe: Recipe) -> None:
         recipe.settings.query_positions(tokens.train.shape[1])  # refuses short sequences
 
 
-def _facts(model: Any, tokens: CalibrationTokens, recipe: Recipe) -> dict[str, Any]:
+def _facts(
+    tokens: CalibrationTokens, recipe: Recipe, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
     return {
         **recipe.to_json(),
         "tool_version": __version__,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": model.device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device.type,
         "data": tokens.source,
         "data_sha256": tokens.sha256(),
         "seed": tokens.seed,

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from sglang_kvquant.calibration import recipe as recipe_module
+from sglang_kvquant.calibration.capture import collect_traces
 from sglang_kvquant.calibration.data import load_tokens
 from sglang_kvquant.calibration.errors import CalibrationError
-from sglang_kvquant.calibration.recipe import Recipe, calibrate, load_model
+from sglang_kvquant.calibration.recipe import Recipe, calibrate, calibrate_traces, load_model
 from sglang_kvquant.calibration.report import objective_table
 from sglang_kvquant.calibration.settings import OptRSettings
 from sglang_kvquant.checkpoint import check_matches, default_checkpoint_path, load_checkpoint
@@ -94,6 +95,13 @@ def test_killed_run_continues_and_gives_the_same_bits(small_run, tmp_path, monke
     resumed = calibrate(*small_run, work_root=tmp_path)
     assert len(solved) == 1
     assert resumed.fingerprint() == whole.fingerprint()
+
+
+def test_collected_traces_give_the_same_checkpoint(small_run) -> None:
+    model, tokens, recipe, info = small_run
+    traces = collect_traces(model, tokens.all())
+    from_traces = calibrate_traces(traces, tokens, recipe, info)
+    assert from_traces.fingerprint() == calibrate(*small_run).fingerprint()
 
 
 def test_solved_layers_of_other_settings_are_not_used(small_run, tmp_path) -> None:
