@@ -89,6 +89,12 @@ ROW_ALLOC = Target(
     versions=("0.5.17",),
 )
 
+LOG_STATS = Target(
+    "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector.log_stats",
+    "around",
+    "publish the cache's metrics beside SGLang's own",
+)
+
 RUNTIME_TARGETS = (
     LOAD_MODEL,
     BUILD_POOL,
@@ -97,6 +103,7 @@ RUNTIME_TARGETS = (
     PREFIX_CAP_BASE,
     PREFIX_CAP_UNIFIED,
     ROW_ALLOC,
+    LOG_STATS,
 )
 
 

@@ -14,6 +14,7 @@ from ..checkpoint import resolve_checkpoint
 from ..config import KVQuantOptions
 from ..layout import GQALayout
 from . import compat
+from .metrics import MetricsHook
 from .pool import PackedKVPool
 from .sizing import CacheShape, plan_budget
 from .weights import AppliedRotations, applied_rotations, apply_rotations
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 def runtime_hooks(options: KVQuantOptions) -> dict[compat.Target, Callable]:
     """Hook function of every runtime target, for a scheduler process with these options."""
-    prefix_cap = PrefixCap()
+    prefix_cap, metrics = PrefixCap(), MetricsHook()
 
     def load_model(original: Callable, runner: Any) -> Any:
         # Everything about the checkpoint is refused before any weight is read.
@@ -39,14 +40,19 @@ def runtime_hooks(options: KVQuantOptions) -> dict[compat.Target, Callable]:
         prefix_cap.recent_tokens = windows.recent_tokens
         return result
 
+    def build_and_watch(original: Callable, kvc: Any, **kwargs: Any) -> PackedKVPool:
+        metrics.pool = build_pool(kvc, kwargs["sizes"])
+        return metrics.pool
+
     return {
         compat.LOAD_MODEL: load_model,
-        compat.BUILD_POOL: build_pool,
+        compat.BUILD_POOL: build_and_watch,
         compat.POOL_CONFIGURATOR: lambda original, kvc: PackedPoolConfigurator(kvc),
         compat.MAX_NUM_REQS: resolve_max_num_reqs,
         compat.PREFIX_CAP_BASE: prefix_cap,
         compat.PREFIX_CAP_UNIFIED: prefix_cap,
         compat.ROW_ALLOC: compat.alloc_rows_and_notify,
+        compat.LOG_STATS: metrics,
     }
 
 
@@ -105,7 +111,7 @@ def resolve_max_num_reqs(original: Callable, kvc: Any, token_capacity: int) -> i
     return min(original(kvc, token_capacity), limit)
 
 
-def build_pool(original: Callable, kvc: Any, *, sizes: Any, **kwargs: Any) -> PackedKVPool:
+def build_pool(kvc: Any, sizes: Any) -> PackedKVPool:
     """Allocate the packed pool."""
     if kvc.post_capture_kv_active:
         raise ValueError(

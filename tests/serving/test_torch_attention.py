@@ -1,0 +1,159 @@
+"""The fast torch operations against sglang_kvquant.reference, over plans of real traffic."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from sglang_kvquant.config import Clip, QuantizerConfig, WindowConfig
+from sglang_kvquant.layout import GQALayout, PackedKV, WindowKV
+from sglang_kvquant.reference import attention as reference
+from sglang_kvquant.reference import write as reference_write
+from sglang_kvquant.reference.write import LayerTransform
+from sglang_kvquant.serving.torch_attention import TorchOps
+from sglang_kvquant.serving.windows import WindowTables
+
+NUM_SLOTS, NUM_ROWS, CONTEXT = 1024, 5, 256
+
+
+def tolerance(reference_out: torch.Tensor) -> float:
+    """fp32 sums of a few hundred terms in another order."""
+    return 3e-6 * max(1.0, float(reference_out.abs().max()))
+
+
+class Cache:
+    """One layer's buffers, twice: one set written by the operations, one by the reference."""
+
+    def __init__(self, layout: GQALayout, windows: WindowConfig) -> None:
+        self.layout, self.windows = layout, windows
+        self.tables = WindowTables(windows, NUM_ROWS, NUM_SLOTS, 8, layout.page_size, "cpu")
+        self.req_to_token = torch.randint(0, NUM_SLOTS, (NUM_ROWS, CONTEXT), dtype=torch.int32)
+        self.sets = [self.allocate(), self.allocate()]
+        self.next_page = 1
+
+    def allocate(self) -> tuple[PackedKV, WindowKV]:
+        ring = self.layout.window_shape(NUM_ROWS, self.windows.recent_tokens)
+        sink = self.layout.window_shape(8, self.windows.sink_tokens)
+        packed = PackedKV.allocate(self.layout, NUM_SLOTS // self.layout.page_size, "cpu")
+        return packed, WindowKV(*(torch.zeros(s) for s in (ring, ring, sink, sink)))
+
+    def give_slots(self, row: int, begin: int, end: int) -> torch.Tensor:
+        page_size = self.layout.page_size
+        for position in range(begin, end):
+            if position % page_size == 0:
+                self.req_to_token[row, position] = self.next_page * page_size
+                self.next_page += 1
+            else:
+                self.req_to_token[row, position] = self.req_to_token[row, position - 1] + 1
+        return self.req_to_token[row, begin:end]
+
+
+CASES = [
+    (GQALayout(2, 64, 64, 1), 3, WindowConfig(8, 16)),
+    (GQALayout(3, 64, 32, 4), 1, WindowConfig(8, 16)),
+    (GQALayout(2, 128, 64, 16), 4, WindowConfig(16, 8)),
+    (GQALayout(1, 256, 128, 1), 2, WindowConfig(0, 8)),
+    (GQALayout(2, 64, 64, 1), 2, WindowConfig(8, 0)),
+    (GQALayout(2, 64, 64, 4), 2, WindowConfig(0, 0)),
+]
+
+
+def random_transform(layout: GQALayout) -> LayerTransform:
+    shape = (layout.num_kv_heads, layout.head_dim, layout.head_dim)
+    k_rotation, v_rotation = (torch.linalg.qr(torch.randn(shape))[0] for _ in range(2))
+    quantizer = QuantizerConfig(layout.group_size, Clip("percentile", 0.96), Clip("maxscale", 0.9))
+    return LayerTransform.build(k_rotation, torch.randn(shape[:2]), v_rotation, quantizer)
+
+
+@pytest.mark.parametrize(("layout", "group", "windows"), CASES)
+@torch.inference_mode()
+def test_traffic_equals_the_reference(layout, group, windows):
+    cache, transform, ops = Cache(layout, windows), random_transform(layout), TorchOps()
+    (packed, window), (ref_packed, ref_window) = cache.sets
+    lengths = {row: 0 for row in range(1, NUM_ROWS)}
+    sm_scale = layout.head_dim**-0.5
+    cache.tables.note_new_rows(list(lengths))
+    for step in range(30):
+        rows = random.sample(sorted(lengths), random.randrange(1, NUM_ROWS))
+        decode = step % 2 == 1 and all(lengths[row] for row in rows)
+        counts = [1 if decode else random.randrange(1, 12) for _ in rows]
+        before = [lengths[row] for row in rows]
+        locs = []
+        for row, count in zip(rows, counts, strict=True):
+            locs.append(cache.give_slots(row, lengths[row], lengths[row] + count))
+            lengths[row] += count
+        loc, row_tensor = torch.cat(locs).long(), torch.tensor(rows)
+        if decode:
+            lens = torch.tensor([lengths[row] for row in rows])
+            plan = cache.tables.plan_decode(
+                row_tensor, lens, loc, cache.req_to_token, int(lens.max())
+            )
+        else:
+            plan = cache.tables.plan_extend(
+                row_tensor,
+                torch.tensor(before),
+                torch.tensor(counts),
+                loc,
+                cache.req_to_token,
+                max(before),
+            )
+        num_tokens = len(loc)
+        q = torch.randn(num_tokens, layout.num_kv_heads * group, layout.head_dim)
+        k, v = torch.randn(2, num_tokens, layout.num_kv_heads, layout.head_dim).unbind()
+        q_rot = ops.rotate_query(q, transform)
+        k_rot, v_rot = ops.write_kv(packed, window, k, v, transform, plan.write, with_ring=decode)
+        ref_k, ref_v = reference_write.write_kv(
+            ref_packed,
+            ref_window,
+            k,
+            v,
+            transform,
+            plan.write.out_cache_loc,
+            plan.write.ring_index if decode else None,
+            plan.write.sink_index,
+        )
+        assert torch.equal(k_rot, ref_k) and torch.equal(v_rot, ref_v)
+        if decode:
+            ours = ops.decode(q_rot, packed, window, plan.read, sm_scale)
+            expected, _ = reference.decode(
+                q_rot.double(), ref_packed, ref_window, plan.read, sm_scale, torch.float64
+            )
+        else:
+            extend = (q_rot, k_rot, v_rot, plan.qo_indptr)
+            ours = ops.extend(*extend, packed, window, plan.read, sm_scale)
+            expected, _ = reference.extend(
+                *extend, ref_packed, ref_window, plan.read, sm_scale, torch.float64
+            )
+            ops.write_ring(window, k_rot, v_rot, plan.write)
+            reference_write.write_window(
+                ref_window.ring_k, ref_window.ring_v, ref_k, ref_v, plan.write.ring_index
+            )
+        assert float((ours - expected).abs().max()) < tolerance(expected)
+        for mine, theirs in ((packed, ref_packed), (window, ref_window)):
+            for name in mine.__slots__:
+                assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
+
+
+def test_ring_write_needs_the_write_of_its_step():
+    layout, windows = GQALayout(2, 64, 64, 1), WindowConfig(8, 16)
+    cache, transform, ops = Cache(layout, windows), random_transform(layout), TorchOps()
+    packed, window = cache.sets[0]
+    k, v = torch.randn(2, 3, 2, 64).unbind()
+    plans = []
+    for row in (1, 2):
+        cache.tables.note_new_rows([row])
+        plans.append(
+            cache.tables.plan_extend(
+                torch.tensor([row]),
+                torch.tensor([0]),
+                torch.tensor([3]),
+                cache.give_slots(row, 0, 3),
+                cache.req_to_token,
+                0,
+            )
+        )
+    k_rot, v_rot = ops.write_kv(packed, window, k, v, transform, plans[0].write, with_ring=False)
+    with pytest.raises(RuntimeError, match="same step"):
+        ops.write_ring(window, k_rot, v_rot, plans[1].write)
