@@ -157,7 +157,7 @@ def calibrate(
     recipe: Recipe,
     info: ModelInfo,
     work_root: str | Path | None = None,
-    on_layer: Callable[[int, LayerResult, float], None] | None = None,
+    on_layer: Callable[[int, LayerResult, float | None], None] | None = None,
 ) -> Checkpoint:
     """Calibrate a transformers model; the caller saves the checkpoint.
 
@@ -172,12 +172,20 @@ def calibrate(
         info: what the checkpoint is for.
         work_root: directory for solved layers, to be removed by the caller once the checkpoint
             is saved; None keeps nothing.
-        on_layer: called after each layer with its index, result and seconds.
+        on_layer: called after each layer with its index, its result and the seconds it took, None
+            when it had been solved by an earlier run.
 
     Raises:
-        CalibrationError: the tokens are too few, or the traces are not finite.
+        CalibrationError: the tokens are too few or too many for the model, or the traces are not
+            finite.
     """
     check_tokens(tokens, recipe)
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and tokens.train.shape[1] > longest:
+        raise CalibrationError(
+            f"Sequences of {tokens.train.shape[1]} tokens are longer than this model's context of "
+            f"{longest}; give a smaller --seq-len."
+        )
     check_head_dim(info.head_dim)
     facts = _facts(tokens, recipe, model.dtype, model.device)
     work = None
@@ -186,15 +194,16 @@ def calibrate(
     results: dict[int, LayerResult] = {}
 
     def visit(layer_id: int, traces: LayerTraces) -> None:
-        begin = time.perf_counter()
-        result = work.load(layer_id) if work else None
+        result, seconds = work.load(layer_id) if work else None, None
         if result is None:
+            begin = time.perf_counter()
             result = solve_layer(*_split(traces, tokens), recipe)
+            seconds = time.perf_counter() - begin
             if work:
                 work.store(layer_id, result)
         results[layer_id] = result
         if on_layer is not None:
-            on_layer(layer_id, result, time.perf_counter() - begin)
+            on_layer(layer_id, result, seconds)
 
     visit_layers(model, tokens.all(), visit)
     return _assemble(results, facts, recipe, info)
@@ -283,9 +292,19 @@ def load_model(path: str, dtype: str = "auto", device: str = "cpu") -> Any:
         dtype: ``float32``, ``bfloat16``, or ``auto``: float32 on the CPU, where bfloat16 is slow,
             else the checkpoint's own.
         device: torch device.
+
+    Raises:
+        CalibrationError: there is no such device.
     """
     from transformers import AutoModelForCausalLM
 
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise CalibrationError(
+            f"--device {device} cannot be used here ({str(error).splitlines()[0]}); use cpu or "
+            "install a torch that supports it."
+        ) from error
     if dtype == "auto":
         dtype = "float32" if torch.device(device).type == "cpu" else "auto"
     model: Any = AutoModelForCausalLM.from_pretrained(

@@ -134,11 +134,18 @@ def _calibrate(
     )
     with tqdm(total=info.num_layers, desc=f"{recipe.method}({recipe.base})", unit="layer") as bar:
 
-        def on_layer(layer_id: int, result: Any, seconds: float) -> None:
-            bar.set_postfix_str(f"layer {layer_id} solved in {seconds:.1f} s", refresh=False)
+        def on_layer(layer_id: int, result: Any, seconds: float | None) -> None:
+            how = "by an earlier run" if seconds is None else f"in {seconds:.1f} s"
+            bar.set_postfix_str(f"layer {layer_id} solved {how}", refresh=False)
             bar.update()
 
-        return calibrate(model, tokens, recipe, info, work_root, on_layer)
+        try:
+            return calibrate(model, tokens, recipe, info, work_root, on_layer)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"{device} ran out of memory ({str(error).splitlines()[0]}); use fewer "
+                "--num-sequences, a smaller --seq-len or --device cpu. Solved layers are kept."
+            ) from error
 
 
 def _report(

@@ -131,6 +131,11 @@ def test_damaged_work_file_is_solved_again(small_run, tmp_path) -> None:
         (["--data", "missing.txt"], "missing.txt cannot be read as text"),
         (["--num-sequences", "8000"], "give more text with --data"),
         (["--lr", "0"], "lr must be positive"),
+        (["--device", "cuda:99"], "--device cuda:99 cannot be used here"),
+        (
+            ["--seq-len", "5000", "--num-sequences", "2"],
+            "longer than this model's context of 4096",
+        ),
     ],
 )
 def test_refusals_are_one_sentence(tiny_model, tmp_path, capsys, options, message: str) -> None:
