@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sglang_kvquant.serving import compat  # noqa: E402
+from sglang_kvquant.serving import compat
 
 pytestmark = pytest.mark.sglang
 

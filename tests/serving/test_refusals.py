@@ -144,7 +144,7 @@ def test_a_vanished_field_is_an_error_and_not_a_pass():
     defaults = compat.server_args_defaults()
     del defaults["enable_lora"]
     args = dataclasses.make_dataclass("Args", defaults)(**{**defaults, "device": "cpu"})
-    with pytest.raises(RuntimeError, match="has no ServerArgs.enable_lora"):
+    with pytest.raises(RuntimeError, match=r"has no ServerArgs\.enable_lora"):
         refusals.check_arguments(args, OPTIONS)
 
 
