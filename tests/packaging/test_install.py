@@ -106,14 +106,19 @@ def test_every_package_is_listed(repository):
     assert listed == found | {f"sglang_kvquant.{name}._src" for name in SOURCES.values()}
 
 
+def files_in(folder: Path) -> list[Path]:
+    """All files but caches; also the ones that are no Python, such as CUDA sources."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return [path for path in found if "__pycache__" not in path.parts]
+
+
 @pytest.mark.slow
 def test_wheel_carries_all_sources_and_takes_no_foreign_name(wheel, repository):
     names = set(zipfile.ZipFile(wheel).namelist())
     for folder, package in SOURCES.items():
-        for path in (repository / folder).glob("*.py"):
+        for path in files_in(repository / folder):
             assert f"sglang_kvquant/{package}/_src/{path.name}" in names
-    package = repository / "sglang_kvquant"
-    for path in [*package.rglob("*.py"), *package.rglob("*.txt"), package / "py.typed"]:
+    for path in files_in(repository / "sglang_kvquant"):
         assert path.relative_to(repository).as_posix() in names
     top_level = {name.split("/")[0] for name in names}
     assert {name for name in top_level if not name.endswith(".dist-info")} == {"sglang_kvquant"}
