@@ -3,7 +3,7 @@
 // Compiled at run time (NVRTC, no headers) once per combination of
 //   HEAD_DIM 64|128|256, GROUP_SIZE 32|64|128, PAGE_SIZE, SINKS, GROUP (query heads per KV head).
 //
-// Grid (KV heads * head blocks, window CTAs + packed CTAs, batch); four warps per CTA. A warp works
+// Grid (KV heads * head blocks, batch, packed CTAs + window CTAs); four warps per CTA. A warp works
 // alone on tiles of 32 tokens: asynchronous copies into its own shared-memory ring, ldmatrix, one
 // AND per two codes, mma.m16n8k16. `word & (3 << e)` read as fp16 is the subnormal code*2^(e-24),
 // exactly, so no code is ever converted; scale and zero touch logits and probabilities only.
@@ -31,6 +31,8 @@ constexpr int STAGE_BYTES = 2 * CODES_BYTES + 2 * TILE * META_BYTES;
 constexpr int WARP_BYTES = STAGES * STAGE_BYTES;
 constexpr int MIN_TOKENS = WARPS * TILE;  // tokens of the smallest packed CTA
 constexpr int WINDOW_TOKENS = WARPS * 16;
+// A tile then never crosses a page: its rows are consecutive.
+constexpr bool WITHIN_PAGE = PAGE_SIZE % TILE == 0 && SINKS % TILE == 0;
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
 constexpr float QUERY_HEADROOM = 4096.0f;   // the largest operand of a query row is 2^12 to 2^13
@@ -188,19 +190,34 @@ __device__ __forceinline__ float over_rows_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 16);
 }
 
-// Issue the copies of one tile. `row` is this lane's token: page * heads * PAGE_SIZE + ….
-__device__ __forceinline__ void issue_tile(const Params &p, u32 stage, u32 row, int lane) {
+// Keep a value in its register: recomputing lane constants in the loop costs issue slots.
+__device__ __forceinline__ void pin(u32 &x) { asm volatile("" : "+r"(x)); }
+
+// Where a lane reads and writes; offsets within a stage, sources for this KV head.
+struct Lane {
+    u32 copy_to, k_from, v_from, meta_from;
+};
+
+// Issue the copies of one tile. `row` is the row of this lane's token, or of the tile's first token
+// where a tile lies inside a page.
+__device__ __forceinline__ void issue_tile(const Params &p, const Lane &at, u32 stage, u32 row,
+                                           int lane) {
+    constexpr int TOKENS = 32 / CHUNKS;  // of one copy instruction
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
-        const int index = lane + 32 * i, token = index / CHUNKS, chunk = index % CHUNKS;
-        const u32 source = __shfl_sync(~0u, row, token);
-        const u64 offset = (u64)source * ROW_BYTES + chunk * 16;
-        const u32 target = stage + token * ROW_BYTES + swizzle(token, chunk) * 16;
+        u64 offset;
+        if constexpr (WITHIN_PAGE) {
+            offset = (u64)row * ROW_BYTES + lane * 16 + i * 512;
+        } else {
+            const u32 source = __shfl_sync(~0u, row, lane / CHUNKS + TOKENS * i);
+            offset = (u64)source * ROW_BYTES + lane % CHUNKS * 16;
+        }
+        const u32 target = stage + at.copy_to + i * 512;
         copy_async<16>(target, p.k_codes + offset);
         copy_async<16>(target + CODES_BYTES, p.v_codes + offset);
     }
     const u32 meta = stage + 2 * CODES_BYTES + lane * META_BYTES;
-    const u64 offset = (u64)row * META_BYTES;
+    const u64 offset = (u64)row * META_BYTES + (WITHIN_PAGE ? lane * META_BYTES : 0);
     constexpr int PIECE = META_BYTES < 16 ? META_BYTES : 16;
 #pragma unroll
     for (int i = 0; i < META_BYTES; i += PIECE) {
@@ -262,46 +279,62 @@ __device__ __forceinline__ void packed_part(const Params &p, State &s, u32 ring,
     }
 
     const int *table = p.page_table + batch * p.stride_table;
-    // A tile's tokens past the end repeat the last one, so every address is that of a real token.
-    auto position = [&](int tile) {
-        return min(begin + (warp + WARPS * tile) * TILE + lane, end - 1);
+    // Each lane follows its own token, or all of them the tile's first. Tokens past the end repeat
+    // the last one (or are in its page), so every address is one of this request.
+    int ahead = begin + warp * TILE + (WITHIN_PAGE ? 0 : lane);
+    auto next_row = [&](int page) {
+        const int pos = min(ahead, end - 1);
+        return ((u32)page * p.num_kv_heads + kv_head) * PAGE_SIZE + (u32)pos % PAGE_SIZE;
     };
-    auto row_of = [&](int page, int tile) {
-        return ((u32)page * p.num_kv_heads + kv_head) * PAGE_SIZE + position(tile) % PAGE_SIZE;
-    };
-    int next_page = table[position(0) / PAGE_SIZE];
+    auto load_page = [&](int pos) { return table[(u32)min(pos, end - 1) / PAGE_SIZE]; };
+    const int copy_token = lane / CHUNKS;
+    const int k_token = (lane & 7) + 8 * ((lane >> 3) & 1), v_token = (lane & 7) + 8 * (lane >> 4);
+    Lane at;
+    at.copy_to = copy_token * ROW_BYTES + swizzle(copy_token, lane % CHUNKS) * 16;
+    at.k_from = CHUNKS == 1 ? lane * ROW_BYTES
+                            : k_token * ROW_BYTES + swizzle(k_token, lane >> 4) * 16;
+    at.v_from = CODES_BYTES + (CHUNKS == 1 ? lane * ROW_BYTES
+                                           : v_token * ROW_BYTES +
+                                                 swizzle(v_token, (lane >> 3) & 1) * 16);
+    at.meta_from = 2 * CODES_BYTES + g * META_BYTES;
+    pin(at.copy_to);
+    pin(at.k_from);
+    pin(at.v_from);
+    pin(at.meta_from);
+
+    int next_page = load_page(ahead);
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) {
-        const int page = next_page;
-        next_page = table[position(i + 1) / PAGE_SIZE];
-        if (i < count) issue_tile(p, ring + i * STAGE_BYTES, row_of(page, i), lane);
+        const u32 row = next_row(next_page);
+        ahead += WARPS * TILE;
+        next_page = load_page(ahead);
+        if (i < count) issue_tile(p, at, ring + i * STAGE_BYTES, row, lane);
         commit();
     }
 
-    const int lane_row = (lane & 7) + 8 * ((lane >> 3) & 1), lane_half = lane >> 4;
     float to_half = 0.0f;  // power of two that brings scales of V into fp16's range
-    int read_stage = 0, write_stage = STAGES - 1;
+    u32 read_stage = ring, write_stage = ring + (STAGES - 1) * STAGE_BYTES;
+    int valid = end - begin - warp * TILE;
 #pragma unroll 1
     for (int tile = 0; tile < count; ++tile) {
         wait<STAGES - 2>();
         __syncwarp();
         {
-            const int ahead = tile + STAGES - 1, page = next_page;
-            next_page = table[position(ahead + 1) / PAGE_SIZE];
-            if (ahead < count)
-                issue_tile(p, ring + write_stage * STAGE_BYTES, row_of(page, ahead), lane);
+            const u32 row = next_row(next_page);
+            ahead += WARPS * TILE;
+            next_page = load_page(ahead);
+            if (tile + STAGES - 1 < count) issue_tile(p, at, write_stage, row, lane);
             commit();
-            write_stage = write_stage + 1 == STAGES ? 0 : write_stage + 1;
         }
-        const u32 stage = ring + read_stage * STAGE_BYTES;
-        read_stage = read_stage + 1 == STAGES ? 0 : read_stage + 1;
-        const u32 k_meta = stage + 2 * CODES_BYTES, v_meta = k_meta + TILE * META_BYTES;
+        const u32 stage = read_stage;
+        write_stage = read_stage;
+        read_stage = read_stage == ring + (STAGES - 1) * STAGE_BYTES ? ring
+                                                                     : read_stage + STAGE_BYTES;
 
         // Logits of 32 tokens: rows g and g + 8 of two subtiles, two heads.
         float x[2][4];
 #pragma unroll
         for (int sub = 0; sub < 2; ++sub) {
-            float raw[4] = {0.0f, 0.0f, 0.0f, 0.0f};
             float dot[NUM_GROUPS][4];
 #pragma unroll
             for (int n = 0; n < NUM_GROUPS; ++n)
@@ -309,7 +342,7 @@ __device__ __forceinline__ void packed_part(const Params &p, State &s, u32 ring,
                 for (int j = 0; j < 4; ++j) dot[n][j] = 0.0f;
             if constexpr (CHUNKS == 1) {
                 u32 w[4];  // both subtiles at once; only two registers belong to this one
-                load_matrix(w, stage + lane * ROW_BYTES);
+                load_matrix(w, stage + at.k_from);
                 const u32 w0 = w[2 * sub], w1 = w[2 * sub + 1], s0 = w0 >> 10, s1 = w1 >> 10;
 #pragma unroll
                 for (int i = 0; i < MMAS; ++i)
@@ -319,9 +352,7 @@ __device__ __forceinline__ void packed_part(const Params &p, State &s, u32 ring,
 #pragma unroll
                 for (int half = 0; half < CHUNKS / 2; ++half) {
                     u32 w[4], v[4];
-                    const int token = 16 * sub + lane_row;
-                    load_matrix(w, stage + token * ROW_BYTES +
-                                       swizzle(token, 2 * half + lane_half) * 16);
+                    load_matrix(w, stage + (at.k_from ^ (32 * half)) + 16 * sub * ROW_BYTES);
 #pragma unroll
                     for (int j = 0; j < 4; ++j) v[j] = w[j] >> 10;
 #pragma unroll
@@ -338,38 +369,47 @@ __device__ __forceinline__ void packed_part(const Params &p, State &s, u32 ring,
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     const u32 meta =
-                        load_shared(k_meta + (16 * sub + 8 * r + g) * META_BYTES + 4 * n);
+                        load_shared(stage + at.meta_from + (16 * sub + 8 * r) * META_BYTES + 4 * n);
                     const float scale = half_low(meta), zero = half_high(meta);
 #pragma unroll
-                    for (int c = 0; c < 2; ++c)
-                        raw[2 * r + c] += fmaf(scale, dot[n][2 * r + c], zero * zero_factor[n][c]);
+                    for (int c = 0; c < 2; ++c) {
+                        const float y =
+                            fmaf(scale, dot[n][2 * r + c], zero * zero_factor[n][c]);
+                        x[sub][2 * r + c] = n == 0 ? y : x[sub][2 * r + c] + y;
+                    }
                 }
-#pragma unroll
-            for (int j = 0; j < 4; ++j) x[sub][j] = raw[j];
         }
-        const int valid = end - begin - (warp + WARPS * tile) * TILE;
-        if (valid < TILE) {
-#pragma unroll
-            for (int sub = 0; sub < 2; ++sub)
-#pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    if (16 * sub + 8 * (j >> 1) + g >= valid) x[sub][j] = NEG_INF;
-        }
-
-        // Maximum and value scale are raised rarely; the common case pays comparisons and a vote.
-        float v_scale[2][NUM_GROUPS][2], v_zero[2][NUM_GROUPS][2], top_scale = SMALLEST_SCALE;
+        u32 v_meta[2][NUM_GROUPS][2];
 #pragma unroll
         for (int sub = 0; sub < 2; ++sub)
 #pragma unroll
             for (int n = 0; n < NUM_GROUPS; ++n)
 #pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    const u32 meta =
-                        load_shared(v_meta + (16 * sub + 8 * r + g) * META_BYTES + 4 * n);
-                    v_scale[sub][n][r] = half_low(meta);
-                    v_zero[sub][n][r] = half_high(meta);
-                    top_scale = fmaxf(top_scale, v_scale[sub][n][r]);
-                }
+                for (int r = 0; r < 2; ++r)
+                    v_meta[sub][n][r] = load_shared(stage + at.meta_from +
+                                                    (TILE + 16 * sub + 8 * r) * META_BYTES + 4 * n);
+        if (valid < TILE) {
+#pragma unroll
+            for (int sub = 0; sub < 2; ++sub)
+#pragma unroll
+                for (int r = 0; r < 2; ++r)
+                    if (16 * sub + 8 * r + g >= valid) {
+                        x[sub][2 * r] = x[sub][2 * r + 1] = NEG_INF;
+#pragma unroll
+                        for (int n = 0; n < NUM_GROUPS; ++n) v_meta[sub][n][r] = 0;
+                    }
+        }
+        valid -= WARPS * TILE;
+
+        // Maximum and value scale are raised rarely; the common case pays comparisons and a vote.
+        float top_scale = SMALLEST_SCALE;
+#pragma unroll
+        for (int sub = 0; sub < 2; ++sub)
+#pragma unroll
+            for (int n = 0; n < NUM_GROUPS; ++n)
+#pragma unroll
+                for (int r = 0; r < 2; ++r)
+                    top_scale = fmaxf(top_scale, half_low(v_meta[sub][n][r]));
         float top[2];
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
@@ -383,9 +423,9 @@ __device__ __forceinline__ void packed_part(const Params &p, State &s, u32 ring,
             const float warp_scale = over_rows_max(top_scale);
             const int exponent = __float_as_int(warp_scale) & 0x7f800000;
             // 16 / 2^exponent; never larger than before, so earlier probabilities still fit.
-            float new_half = 16.0f / __int_as_float(exponent);
+            float new_half = __fdividef(16.0f, __int_as_float(exponent));
             if (to_half != 0.0f) new_half = fminf(new_half, to_half);
-            const float ratio = to_half == 0.0f ? 1.0f : new_half / to_half;
+            const float ratio = to_half == 0.0f ? 1.0f : __fdividef(new_half, to_half);
             to_half = new_half;
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
@@ -416,16 +456,16 @@ __device__ __forceinline__ void packed_part(const Params &p, State &s, u32 ring,
             for (int n = 0; n < NUM_GROUPS; ++n)
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    const float scale = v_scale[sub][n][r] * to_half;
+                    const float scale = half_low(v_meta[sub][n][r]) * to_half;
+                    const float zero = half_high(v_meta[sub][n][r]);
 #pragma unroll
                     for (int c = 0; c < 2; ++c)
-                        s.z[n][c] = fmaf(prob[2 * r + c], v_zero[sub][n][r], s.z[n][c]);
+                        s.z[n][c] = fmaf(prob[2 * r + c], zero, s.z[n][c]);
                     b[n][r] = transpose(pack_half(prob[2 * r] * scale, prob[2 * r + 1] * scale));
                 }
-            const u32 v_codes = stage + CODES_BYTES;
             if constexpr (CHUNKS == 1) {
                 u32 w[4];
-                load_matrix_trans(w, v_codes + lane * ROW_BYTES);
+                load_matrix_trans(w, stage + at.v_from);
                 const u32 w0 = w[2 * sub], w1 = w[2 * sub + 1], s0 = w0 >> 10, s1 = w1 >> 10;
 #pragma unroll
                 for (int i = 0; i < MMAS; ++i) {
@@ -437,9 +477,8 @@ __device__ __forceinline__ void packed_part(const Params &p, State &s, u32 ring,
 #pragma unroll
                 for (int half = 0; half < CHUNKS / 2; ++half) {
                     u32 w[4], v[4];
-                    const int token = 16 * sub + (lane & 7) + 8 * (lane >> 4);
-                    load_matrix_trans(w, v_codes + token * ROW_BYTES +
-                                             swizzle(token, 2 * half + ((lane >> 3) & 1)) * 16);
+                    load_matrix_trans(w,
+                                      stage + (at.v_from ^ (32 * half)) + 16 * sub * ROW_BYTES);
 #pragma unroll
                     for (int j = 0; j < 4; ++j) v[j] = w[j] >> 10;
 #pragma unroll
@@ -613,7 +652,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, HEAD_DIM == 256 ? 2 : 4)
     __shared__ bool is_last;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int kv_head = blockIdx.x / HEAD_BLOCKS, first_head = blockIdx.x % HEAD_BLOCKS * HEADS;
-    const int batch = blockIdx.z;
+    const int batch = blockIdx.y;
     const int heads = min(HEADS, GROUP - first_head);
     const int num_q_heads = p.num_kv_heads * GROUP;
 
@@ -630,10 +669,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, HEAD_DIM == 256 ? 2 : 4)
     const int used = used_packed + used_window;
     const long long out_row = (long long)batch * num_q_heads + kv_head * GROUP + first_head;
 
-    const bool is_window = blockIdx.y < p.window_splits;
-    const int split = is_window ? blockIdx.y : blockIdx.y - p.window_splits;
+    // Long CTAs start first; the short ones of the windows fill what they leave.
+    const bool is_window = blockIdx.z >= p.num_splits;
+    const int split = is_window ? blockIdx.z - p.num_splits : blockIdx.z;
     if (split >= (is_window ? used_window : used_packed)) {
-        if (used == 0 && blockIdx.y == 0) {
+        if (used == 0 && blockIdx.z == 0) {
             for (int i = threadIdx.x; i < heads * HEAD_DIM; i += THREADS)
                 p.out[out_row * HEAD_DIM + i] = 0;
             if (threadIdx.x < heads) p.lse[out_row + threadIdx.x] = NEG_INF;
@@ -733,7 +773,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, HEAD_DIM == 256 ? 2 : 4)
         const float *row = p.o_parts + (out_row + head) * num_parts * HEAD_DIM + dim;
         const float *weight = weights + head * used;
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 8
+#pragma unroll 16
         for (int n = 0; n < used; ++n) {
             const float4 o = __ldcg((const float4 *)(row + n * HEAD_DIM));
             sum.x = fmaf(weight[n], o.x, sum.x);

@@ -122,6 +122,6 @@ def launch(
         sm_scale,
     )
     head_blocks = -(-group // HEADS_PER_CTA)
-    grid = (num_kv_heads * head_blocks, workspace.window_splits + workspace.num_splits, batch)
+    grid = (num_kv_heads * head_blocks, batch, workspace.num_splits + workspace.window_splits)
     with torch.cuda.device(q.device):
         kernel.launch(grid, 32 * WARPS, parameters)

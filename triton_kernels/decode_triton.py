@@ -322,13 +322,13 @@ def _dequantized(
     meta_ptr,
     row,
     mask_n,
+    offs_d,
     HEAD_DIM: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
 ):
-    """zero + scale * code of packed rows, element by element: fp32 [rows, HEAD_DIM]."""
+    """zero + scale * code of dims offs_d of packed rows: fp32 [rows, dims]."""
     NUM_WORDS: tl.constexpr = HEAD_DIM // 8
     NUM_GROUPS: tl.constexpr = HEAD_DIM // GROUP_SIZE
-    offs_d = tl.arange(0, HEAD_DIM)
     mask = mask_n[:, None]
     words = tl.load(
         codes_ptr + row[:, None] * NUM_WORDS + (offs_d % NUM_WORDS)[None, :], mask=mask, other=0
@@ -337,6 +337,43 @@ def _dequantized(
     meta = meta_ptr + row[:, None] * NUM_GROUPS + (offs_d // GROUP_SIZE)[None, :]
     scale, zero = _scale_and_zero(tl.load(meta, mask=mask, other=0))
     return zero + scale * codes.to(tl.float32)
+
+
+@triton.jit
+def _window_sources(
+    index,
+    mask_n,
+    num_first,
+    ring_first,
+    ring_begin,
+    ring_row_index,
+    sink_group_ptr,
+    table_ptr,
+    head,
+    num_kv_heads,
+    recent_tokens,
+    SINKS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
+    """Where each window token lies: rows in ring, sinks and packed cache, and which one holds.
+
+    Window tokens are numbered: the first num_first positions, then those from ring_first on.
+    """
+    first = mask_n & (index < num_first)
+    pos = tl.where(index < num_first, index, index - num_first + ring_first)
+    from_sink = first & (index < 0)
+    sink_row = index.to(tl.int64)
+    if SINKS > 0:
+        group = tl.load(sink_group_ptr + index, mask=first, other=-1)
+        from_sink = first & (group >= 0)
+        sink_row = (group.to(tl.int64) * num_kv_heads + head) * SINKS + index
+    from_ring = mask_n & (pos >= ring_begin) & (from_sink == 0)
+    ring_row = (ring_row_index * num_kv_heads + head) * recent_tokens
+    ring_row = ring_row + pos % tl.maximum(recent_tokens, 1)
+    from_packed = first & (pos < ring_begin) & (from_sink == 0)
+    page = tl.load(table_ptr + pos // PAGE_SIZE, mask=from_packed, other=0).to(tl.int64)
+    packed_row = (page * num_kv_heads + head) * PAGE_SIZE + pos % PAGE_SIZE
+    return ring_row, sink_row, packed_row, from_ring, from_sink, from_packed
 
 
 @triton.jit
@@ -352,16 +389,20 @@ def _window_rows(
     from_sink,
     from_packed,
     any_packed,
+    offs_d,
     HEAD_DIM: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
 ):
-    """Rows of a tile, each from its own source: [tokens, HEAD_DIM] in the windows' dtype."""
-    offs_d = tl.arange(0, HEAD_DIM)[None, :]
-    rows = tl.load(ring_ptr + ring_row[:, None] * HEAD_DIM + offs_d, mask=from_ring[:, None], other=0.0)
-    sink = tl.load(sink_ptr + sink_row[:, None] * HEAD_DIM + offs_d, mask=from_sink[:, None], other=0.0)
+    """Dims offs_d of a tile's rows, each row from its own source: [tokens, dims]."""
+    ring = ring_ptr + ring_row[:, None] * HEAD_DIM + offs_d[None, :]
+    rows = tl.load(ring, mask=from_ring[:, None], other=0.0)
+    sink = sink_ptr + sink_row[:, None] * HEAD_DIM + offs_d[None, :]
+    sink = tl.load(sink, mask=from_sink[:, None], other=0.0)
     rows = tl.where(from_sink[:, None], sink, rows)
     if any_packed:
-        packed = _dequantized(codes_ptr, meta_ptr, packed_row, from_packed, HEAD_DIM, GROUP_SIZE)
+        packed = _dequantized(
+            codes_ptr, meta_ptr, packed_row, from_packed, offs_d, HEAD_DIM, GROUP_SIZE
+        )
         rows = tl.where(from_packed[:, None], packed.to(rows.dtype), rows)
     return rows
 
@@ -434,25 +475,22 @@ def _decode_window_kernel(
     for start in range(begin, end, BLOCK_N):
         index = start + tl.arange(0, BLOCK_N)
         mask_n = index < end
-        first = mask_n & (index < num_first)
-        pos = tl.where(index < num_first, index, index - num_first + ring_first)
-        from_sink = first
-        sink_row = index.to(tl.int64)
-        if SINKS > 0:
-            group = tl.load(sink_group_ptr + batch * SINKS + index, mask=first, other=-1)
-            from_sink = first & (group >= 0)
-            sink_row = (group.to(tl.int64) * num_kv_heads + head) * SINKS + index
-        from_ring = mask_n & (pos >= ring_begin) & (from_sink == 0)
-        ring_row = (ring_row_index * num_kv_heads + head) * recent_tokens
-        ring_row = ring_row + pos % tl.maximum(recent_tokens, 1)
-        from_packed = first & (pos < ring_begin) & (from_sink == 0)
+        ring_row, sink_row, packed_row, from_ring, from_sink, from_packed = _window_sources(
+            index,
+            mask_n,
+            num_first,
+            ring_first,
+            ring_begin,
+            ring_row_index,
+            sink_group_ptr + batch * SINKS,
+            page_table_ptr + batch.to(tl.int64) * stride_table,
+            head,
+            num_kv_heads,
+            recent_tokens,
+            SINKS,
+            PAGE_SIZE,
+        )
         any_packed = tl.max(from_packed.to(tl.int32), axis=0) > 0
-        page = tl.load(
-            page_table_ptr + batch.to(tl.int64) * stride_table + pos // PAGE_SIZE,
-            mask=from_packed,
-            other=0,
-        ).to(tl.int64)
-        packed_row = (page * num_kv_heads + head) * PAGE_SIZE + pos % PAGE_SIZE
 
         k = _window_rows(
             ring_k_ptr,
@@ -466,6 +504,7 @@ def _decode_window_kernel(
             from_sink,
             from_packed,
             any_packed,
+            offs_d,
             HEAD_DIM,
             GROUP_SIZE,
         )
@@ -481,6 +520,7 @@ def _decode_window_kernel(
             from_sink,
             from_packed,
             any_packed,
+            offs_d,
             HEAD_DIM,
             GROUP_SIZE,
         )
