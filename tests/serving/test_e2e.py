@@ -10,6 +10,7 @@ import json
 import random
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ pytest.importorskip("sglang")
 import contextlib
 
 from sglang_kvquant.checkpoint import LayerRotations, load_checkpoint
-from sglang_kvquant.evaluation.simulate import replaced_attention
+from sglang_kvquant.config import WindowConfig
+from sglang_kvquant.evaluation.simulate import ReadRule, quantized_layers, replaced_attention
 from sglang_kvquant.quantizer import dequantize, quantize
 from sglang_kvquant.reference.write import LayerTransform, rotate_kv
 from sglang_kvquant.rotation import per_head, rotate_heads
@@ -131,6 +133,54 @@ def test_identity_quantizer_is_the_plain_model_and_a_wrong_rotation_is_not(
         assert min(gaps) > 20 * FP32_LOGPROB
 
 
+@pytest.mark.parametrize(
+    ("architecture", "variant"),
+    [
+        ("Qwen2ForCausalLM", None),
+        ("Qwen3ForCausalLM", None),
+        ("Phi3ForCausalLM", None),
+        ("LlamaForCausalLM", "online"),
+    ],
+)
+def test_every_architecture_is_the_plain_model(
+    start_server, tiny_model, random_checkpoint, repository, architecture, variant
+):
+    """QKV biases, QK-norms, fused weights in the file, and R_V applied online: all cancel."""
+    transformers = pytest.importorskip("transformers")
+    model = tiny_model(architecture)
+    options: dict = {}
+    if variant:
+        launcher = repository / "tests" / "serving" / "variant_server.py"
+        options = {"launcher": (str(launcher),), "env": {"KVQUANT_VARIANT": variant}}
+    server = start_server(
+        model, *packed_arguments(random_checkpoint(model), sink=8, recent=4096), **options
+    )
+    assert ("applied online" in server.log_text()) == (variant == "online")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for tokens in PROMPTS[2:4]:
+        answer = server.generate(tokens, 16)
+        with torch.no_grad():
+            logits = plain(torch.tensor([tokens + answer.tokens])).logits[0]
+        logprobs = logits.float().log_softmax(-1)[len(tokens) - 1 :]
+        for step, top in enumerate(answer.top):
+            for token, value in top.items():
+                assert value == pytest.approx(float(logprobs[step, token]), abs=FP32_LOGPROB)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Codes of a prefix that another request computed.
+
+    When a prompt is prefilled again over a prefix that the tree holds already, SGLang replaces the
+    new slots by the tree's. Overlap scheduling does so after it has launched the first decode
+    step, which therefore still reads the slots of its own request.
+    """
+
+    codes: list[tuple[torch.Tensor, torch.Tensor]]
+    length: int
+    first_query: int
+
+
 class Oracle:
     """The model in transformers, with attention that follows the history of one request.
 
@@ -161,9 +211,14 @@ class Oracle:
         }
 
     @torch.no_grad()
-    def logprobs(self, tokens: list[int], exact: torch.Tensor) -> torch.Tensor:
+    def logprobs(self, tokens: list[int], exact: torch.Tensor, tree: Tree | None = None):
         """Next-token logprobs, [num_tokens, vocab], when query t reads key s from its unquantized
-        copy where exact[t, s], and from its codes elsewhere."""
+        copy where exact[t, s], and from its codes elsewhere. Leaves the codes in `self.codes`."""
+        self.codes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        from_tree = torch.zeros_like(exact)
+        if tree is not None:
+            from_tree[tree.first_query :, : tree.length] = True
+        own, causal = ~exact & ~from_tree, torch.ones_like(exact).tril()
 
         def attention(layer_id, q, k, v, sm_scale):
             transform = self.transforms[layer_id]
@@ -171,22 +226,31 @@ class Oracle:
             group = self.quantizer.group_size
             k_low = dequantize(quantize(k_rot, self.quantizer.k_clip, group), group)
             v_low = dequantize(quantize(v_rot, self.quantizer.v_clip, group), group)
-            q_rot = rotate_heads(q[0].transpose(0, 1).contiguous(), transform.k_rotation)
+            self.codes.append((k_low, v_low))
+            k_tree, v_tree = k_low.clone(), v_low.clone()
+            if tree is not None:
+                k_tree[: tree.length], v_tree[: tree.length] = (
+                    x[: tree.length] for x in tree.codes[layer_id]
+                )
             repeat = q.shape[1] // k.shape[1]
 
             def per_query_head(x):  # [num_tokens, kv_heads, d] -> [q_heads, num_tokens, d]
                 return x.repeat_interleave(repeat, dim=1).transpose(0, 1)
 
+            sources = [
+                (exact, k_rot, v_rot),
+                (own, k_low, v_low),
+                (~exact & from_tree, k_tree, v_tree),
+            ]
+            q_rot = rotate_heads(q[0].transpose(0, 1).contiguous(), transform.k_rotation)
             q_rot = q_rot.transpose(0, 1) * sm_scale
-            fine = q_rot @ per_query_head(k_rot).transpose(1, 2)
-            coarse = q_rot @ per_query_head(k_low).transpose(1, 2)
-            causal = torch.ones_like(exact).tril()
-            weights = fine.where(exact, coarse).masked_fill(~causal, float("-inf")).softmax(-1)
-            out = (weights * exact) @ per_query_head(v_rot)
-            out = out + (weights * ~exact) @ per_query_head(v_low)  # [q_heads, num_tokens, d]
-            out = rotate_heads(
-                out.transpose(0, 1).contiguous(), transform.v_rotation.transpose(1, 2).contiguous()
+            logits = sum(
+                (q_rot @ per_query_head(keys).transpose(1, 2)) * mask for mask, keys, _ in sources
             )
+            weights = logits.masked_fill(~causal, float("-inf")).softmax(-1)
+            out = sum((weights * mask) @ per_query_head(values) for mask, _, values in sources)
+            back = transform.v_rotation.transpose(1, 2).contiguous()
+            out = rotate_heads(out.transpose(0, 1).contiguous(), back)
             return out.transpose(0, 1).unsqueeze(0)
 
         with replaced_attention(self.model, attention):
@@ -235,11 +299,11 @@ def server(start_server, model, checkpoint):
     )
 
 
-def check_against_oracle(oracle, prompt_tokens, answer, chunks) -> None:
+def check_against_oracle(oracle, prompt_tokens, answer, chunks, tree=None) -> None:
     """Teacher-forced logprobs of every generated token, and of the four next best."""
     tokens = prompt_tokens + answer.tokens
     exact = exact_reads(len(tokens), len(prompt_tokens), chunks, SINK, RECENT)
-    logprobs = oracle.logprobs(tokens, exact)
+    logprobs = oracle.logprobs(tokens, exact, tree)
     for step, top in enumerate(answer.top):
         row = logprobs[len(prompt_tokens) - 1 + step]
         for token, value in top.items():
@@ -259,6 +323,21 @@ def test_cold_request(server, oracle, length):
     check_against_oracle(oracle, tokens, answer, [(0, 0)])
 
 
+def test_served_logprobs_equal_the_offline_simulation(server, oracle):
+    """The same tokens through sglang_kvquant.evaluation, as `evaluate` computes them."""
+    server.flush()
+    tokens = prompt(100, 4)
+    answer = server.generate(tokens, 80)
+    rule = ReadRule(WindowConfig(SINK, RECENT), prefill_len=100)
+    layers = quantized_layers(oracle.transforms, rule)
+    with torch.no_grad(), replaced_attention(oracle.model, layers):
+        logits = oracle.model(torch.tensor([tokens + answer.tokens]), use_cache=False).logits[0]
+    logprobs = logits.float().log_softmax(-1)[99:]
+    for step, top in enumerate(answer.top):
+        for token, value in top.items():
+            assert value == pytest.approx(float(logprobs[step, token]), abs=FP32_LOGPROB), step
+
+
 def test_chunked_prefill(server, oracle):
     server.flush()
     tokens = prompt(300, 5)
@@ -272,15 +351,17 @@ def test_prefix_hit(server, oracle):
     tokens = prompt(120, 6)
     cold = server.generate(tokens, 40)
     check_against_oracle(oracle, tokens, cold, [(0, 0)])
+    codes = oracle.codes
     for _ in range(2):
         hit = server.generate(tokens, 40)
         assert hit.cached_tokens == 120 - RECENT
-        check_against_oracle(oracle, tokens, hit, [(0, 0), (120 - RECENT, 120 - RECENT)])
+        chunks = [(0, 0), (120 - RECENT, 120 - RECENT)]
+        check_against_oracle(oracle, tokens, hit, chunks, Tree(codes, 120, 121))
     longer = tokens + prompt(30, 7)
-    answer = server.generate(longer, 20)
-    # The tree holds the first prompt and, behind it, what was generated from it.
+    answer = server.generate(longer, 60)
     assert answer.cached_tokens == 150 - RECENT
-    check_against_oracle(oracle, longer, answer, [(0, 0), (88, 88), (118, 118)][0::2])
+    chunks = [(0, 0), (150 - RECENT, 150 - RECENT)]
+    check_against_oracle(oracle, longer, answer, chunks, Tree(codes, 120, 151))
 
 
 def test_prefix_inside_the_sinks_equals_the_cold_run(server):

@@ -4,6 +4,7 @@ Run in place of ``-m sglang.launch_server``. Scheduler processes are spawned and
 script again, so that what stands at the top level here happens in them too.
 
 KVQUANT_VARIANT=identity   the packed cache keeps keys and values as they are
+KVQUANT_VARIANT=online     R_V is applied to v and undone on the output, as for packed weights
 KVQUANT_VARIANT=permuted   the same, and queries get the rotation with its columns rolled by one
 """
 
@@ -12,7 +13,7 @@ import os
 import torch
 
 from sglang_kvquant.rotation import rotate_heads
-from sglang_kvquant.serving import torch_attention
+from sglang_kvquant.serving import compat, torch_attention
 from sglang_kvquant.serving.torch_attention import DenseKV, TorchOps
 
 _rows: dict[int, torch.Tensor] = {}  # address of a layer's k_codes -> [2, slots, heads, head_dim]
@@ -38,9 +39,13 @@ def _rotate_wrongly(self, q, transform):
     return rotate_heads(q.float(), transform.k_rotation.roll(1, dims=-1))
 
 
-torch_attention._write_packed = _keep
-torch_attention.CodedKV = ExactKV
-if os.environ["KVQUANT_VARIANT"] == "permuted":
+variant = os.environ["KVQUANT_VARIANT"]
+if variant == "online":
+    compat.is_unquantized = lambda linear: False
+else:
+    torch_attention._write_packed = _keep
+    torch_attention.CodedKV = ExactKV
+if variant == "permuted":
     TorchOps.rotate_query = _rotate_wrongly
 
 if __name__ == "__main__":
