@@ -24,7 +24,6 @@ import torch
 from ..calibration.capture import attention_override
 from ..config import Clip, WindowConfig
 from ..quantizer import dequantize, quantize
-from ..reference.attention import attend
 from ..reference.write import LayerTransform, rotate_kv
 from ..rotation import rotate_heads
 
@@ -91,18 +90,43 @@ def simulated_attention(
     tokens = q.float().permute(0, 2, 1, 3).reshape(-1, num_q_heads, head_dim)
     if transform.k_rotation is not None:
         tokens = rotate_heads(tokens, transform.k_rotation)
-    # Sequences join the head axis, so that one call serves the batch.
-    queries = tokens.unflatten(0, (batch, num_tokens)).transpose(0, 1).flatten(1, 2)
-    out = torch.empty_like(queries)  # [num_tokens, batch * num_q_heads, head_dim]
+    num_heads = batch * k.shape[1]  # sequences join the head axis
+    queries = (
+        tokens.unflatten(0, (batch, num_tokens))
+        .transpose(1, 2)
+        .reshape(num_heads, -1, *q.shape[2:])
+    )
+    out = torch.empty_like(queries)  # [batch * num_kv_heads, group, num_tokens, head_dim]
     for begin, end in query_chunks(num_tokens, rule.prefill_len):
         keys, values, mask = _columns(rows, begin, end, rule)
-        out[begin:end], _ = attend(queries[begin:end], keys, values, sm_scale, mask)
-    out = out.unflatten(1, (batch, num_q_heads)).transpose(0, 1)
+        out[:, :, begin:end] = _attend(queries[:, :, begin:end], keys, values, mask, sm_scale)
+    out = out.view(batch, num_q_heads, num_tokens, head_dim).transpose(1, 2)
     if transform.v_rotation is not None:
         back = transform.v_rotation.transpose(-1, -2).contiguous()
         flat = out.reshape(-1, num_q_heads, head_dim)
         out = rotate_heads(flat, back).unflatten(0, (batch, num_tokens))
     return out.transpose(1, 2)  # [batch, num_q_heads, num_tokens, head_dim]
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, sm_scale: float
+) -> torch.Tensor:
+    """Softmax attention; the query heads of a KV head are rows of one problem, so that torch's
+    fused kernel reads each key once.
+
+    Args:
+        q: [num_kv_heads, group, num_queries, head_dim].
+        k, v: [num_kv_heads, num_columns, head_dim].
+        mask: bool [num_queries, num_columns]; every query has a column.
+    """
+    attended = torch.nn.functional.scaled_dot_product_attention(
+        q.flatten(1, 2).unsqueeze(0),
+        k.unsqueeze(0),
+        v.unsqueeze(0),
+        attn_mask=mask.repeat(q.shape[1], 1),
+        scale=sm_scale,
+    )
+    return attended.view(q.shape)
 
 
 def query_chunks(num_tokens: int, prefill_len: int = 0) -> Iterator[tuple[int, int]]:
