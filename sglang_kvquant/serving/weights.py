@@ -69,6 +69,8 @@ def apply_rotations(
     if hasattr(model, APPLIED_ATTRIBUTE):
         raise RuntimeError("the value rotation is already folded into this model's weights")
     parts = find_attention_parts(model)
+    for part in parts:
+        _check_shape(part, checkpoint)
     folded = all(
         compat.is_unquantized(linear) for part in parts for linear in (part.qkv_proj, part.o_proj)
     )
@@ -80,9 +82,20 @@ def apply_rotations(
     return applied
 
 
-def _apply_layer(part: AttentionPart, checkpoint: Checkpoint, fold: bool) -> LayerTransform:
+def _check_shape(part: AttentionPart, checkpoint: Checkpoint) -> None:
+    """What SGLang built must be what config.json said, which the checkpoint was matched with."""
+    info = checkpoint.manifest.model
     if part.layer_id not in checkpoint.layers:
         raise ValueError(f"the checkpoint has no layer {part.layer_id}; calibrate this model.")
+    if part.head_dim != info.head_dim or part.num_kv_heads > info.num_kv_heads:
+        raise ValueError(
+            f"SGLang built layer {part.layer_id} with {part.num_kv_heads} KV heads of "
+            f"{part.head_dim}, the checkpoint is for {info.num_kv_heads} of {info.head_dim}; "
+            "correct head_dim and num_key_value_heads in the model's config.json."
+        )
+
+
+def _apply_layer(part: AttentionPart, checkpoint: Checkpoint, fold: bool) -> LayerTransform:
     local = local_rotations(
         checkpoint.layers[part.layer_id],
         compat.first_kv_head(part.qkv_proj),

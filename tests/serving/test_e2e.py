@@ -147,7 +147,8 @@ def test_every_architecture_is_the_plain_model(
 ):
     """QKV biases, QK-norms, fused weights in the file, and R_V applied online: all cancel."""
     transformers = pytest.importorskip("transformers")
-    model = tiny_model(architecture)
+    # SGLang's Qwen2 takes hidden_size / num_heads for the head dimension.
+    model = tiny_model(architecture, hidden_size=256)
     options: dict = {}
     if variant:
         launcher = repository / "tests" / "serving" / "variant_server.py"
