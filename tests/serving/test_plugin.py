@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 
 import pytest
 
@@ -246,3 +247,19 @@ def test_arriving_in_a_scheduler_without_the_plugin_fails(monkeypatch):
     monkeypatch.setattr(compat, "is_hooked", lambda target: False)
     with pytest.raises(compat.HookError, match="SGLANG_PLUGINS"):
         plugin._arrive()
+
+
+def test_on_a_gpu_resolution_keeps_what_was_chosen(tiny_model, tmp_path, monkeypatch):
+    """SGLang's own resolution of a GPU server; only the size of the GPU's memory is made up."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("sglang.") and hasattr(module, "get_device_memory_capacity"):
+            monkeypatch.setattr(module, "get_device_memory_capacity", lambda *_: 80_000)
+    model = str(tiny_model("Qwen3ForCausalLM"))
+    argv = ["--model-path", model, "--device", "cuda", "--tp-size", "2", "--kv-quant", "quarot"]
+    server_args = prepare_server_args(argv)
+    resolve(server_args)
+    server_args.check_server_args()
+    view = compat.resolved(server_args)
+    assert (view.attention_backend, view.page_size) == ("kvquant", 64)
+    assert view.cuda_graph_config.prefill.backend == "disabled"
+    assert view.cuda_graph_config.decode.backend == "full"
