@@ -23,11 +23,12 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-
-from sglang_kvquant.config import QuantizerConfig
 from sglang_kvquant.kernels.decode import DecodeWorkspace, decode
+from sglang_kvquant.kernels.extend import extend
 from sglang_kvquant.kernels.rotate_query import rotate_query
 from sglang_kvquant.kernels.write import write_kv
+
+from sglang_kvquant.config import QuantizerConfig
 from sglang_kvquant.layout import GQALayout, PackedKV, ReadPlan, WindowKV
 from sglang_kvquant.reference.write import LayerTransform
 
@@ -357,6 +358,51 @@ def bench_write(num_tokens: int, heads: int = 8, head_dim: int = 128) -> dict:
     return {"us": write_us, "rotate_query_us": rotate_us, "gbs": nbytes / write_us / 1e3}
 
 
+def bench_extend(num_new: int, prefix: int, heads: int = 8, group: int = 4) -> dict:
+    """One request: the built-in kernel, and PyTorch's causal flash attention without a prefix."""
+    shape = Shape(max(prefix, 1), 1, heads * group, heads)
+    cache = make_cache(shape)
+    cache.plan.kv_lens.fill_(prefix)
+    cache.plan.ring_begin.fill_(max(prefix - 256, 0))
+    q = torch.randn(num_new, heads * group, shape.head_dim, device="cuda").bfloat16()
+    k, v = (torch.randn(num_new, heads, shape.head_dim, device="cuda").bfloat16() for _ in "kv")
+    bounds = torch.tensor([0, num_new], dtype=torch.int32, device="cuda")
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device="cuda")
+    scale = shape.head_dim**-0.5
+
+    def step(i: int) -> None:
+        extend(
+            q,
+            k,
+            v,
+            bounds,
+            cache.packed,
+            cache.window,
+            cache.plan,
+            scale,
+            has_prefix=prefix > 0,
+            out=out,
+            lse=lse,
+        )
+
+    def dense(i: int) -> None:
+        torch.nn.functional.scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            k.transpose(0, 1)[None],
+            v.transpose(0, 1)[None],
+            is_causal=True,
+            enable_gqa=True,
+        )
+
+    us = median_us(step, 1)
+    flops = 4 * num_new * (prefix + num_new / 2) * heads * group * shape.head_dim
+    result = {"us": us, "tflops": flops / us / 1e6}
+    if prefix == 0:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+            result["torch_flash_us"] = median_us(dense, 1)
+    return result
+
+
 def environment() -> dict:
     def git(*args: str) -> str:
         done = subprocess.run(["git", *args], capture_output=True, text=True, check=False)
@@ -392,7 +438,7 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("bench_kernels needs a CUDA GPU; none was found.", file=sys.stderr)
         return 2
-    report: dict = {"environment": environment(), "decode": {}, "write": {}}
+    report: dict = {"environment": environment(), "decode": {}, "write": {}, "extend": {}}
     print(report["environment"])
     bandwidth = report["copy_gbs"] = copy_bandwidth_gbs()
     print(f"copy bandwidth {bandwidth:.0f} GB/s (bytes read and written)", flush=True)
@@ -409,6 +455,15 @@ def main(argv: list[str] | None = None) -> int:
         print(
             f"write {num_tokens:6d} tokens   {result['us']:8.1f} us   "
             f"rotate_query {result['rotate_query_us']:8.1f} us",
+            flush=True,
+        )
+    for num_new, prefix in ((8192, 0), (1024, 32768)):
+        result = report["extend"][f"{num_new}+{prefix}"] = bench_extend(num_new, prefix)
+        flash = result.get("torch_flash_us")
+        print(
+            f"extend {num_new:6d} tokens after {prefix:6d}: {result['us']:8.1f} us "
+            f"{result['tflops']:6.0f} TFLOP/s"
+            + (f"   torch flash {flash:8.1f} us" if flash else ""),
             flush=True,
         )
     if args.json:

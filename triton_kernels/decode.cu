@@ -29,7 +29,7 @@ constexpr int MMAS_PER_GROUP = GROUP_SIZE / 16;
 constexpr int CODES_BYTES = TILE * ROW_BYTES;
 constexpr int STAGE_BYTES = 2 * CODES_BYTES + 2 * TILE * META_BYTES;
 constexpr int WARP_BYTES = STAGES * STAGE_BYTES;
-constexpr int MIN_TOKENS = WARPS * TILE;  // tokens of the smallest packed CTA
+constexpr int CTA_TOKENS = WARPS * TILE;  // a packed CTA's tokens are a multiple
 constexpr int WINDOW_TOKENS = WARPS * 16;
 // A tile then never crosses a page: its rows are consecutive.
 constexpr bool WITHIN_PAGE = PAGE_SIZE % TILE == 0 && SINKS % TILE == 0;
@@ -44,6 +44,7 @@ constexpr float TWO24 = 16777216.0f;
 static_assert(WARP_BYTES >= HEADS * HEAD_DIM * 4, "a warp's result must fit its ring");
 static_assert(WARP_BYTES >= 16 * HEAD_DIM * 4, "a dequantized window tile must fit the ring");
 
+#ifndef KVQUANT_EMULATION  // a test runs this file on a CPU with its own primitives
 __device__ __forceinline__ float ex2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -74,8 +75,6 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
     return y;
 }
-__device__ __forceinline__ float bf16_low(u32 x) { return __int_as_float(x << 16); }
-__device__ __forceinline__ float bf16_high(u32 x) { return __int_as_float(x & 0xffff0000u); }
 __device__ __forceinline__ u32 transpose(u32 x) {
     u32 y;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
@@ -128,6 +127,9 @@ template <int LEFT>
 __device__ __forceinline__ void wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
+#endif
+__device__ __forceinline__ float bf16_low(u32 x) { return __int_as_float(x << 16); }
+__device__ __forceinline__ float bf16_high(u32 x) { return __int_as_float(x & 0xffff0000u); }
 
 // Weight 2^e of a field: fields 0 to 4 are masked in place, 5 to 7 after a shift by ten bits.
 __host__ __device__ constexpr float field_weight(int field) {
@@ -155,7 +157,7 @@ struct Params {
     u16 *out;       // bf16
     float *lse;
     long long stride_q_batch, stride_q_head, stride_table;
-    int num_kv_heads, recent_tokens, num_splits, window_splits;
+    int num_kv_heads, recent_tokens, num_splits, window_splits, min_split_tokens;
     float sm_scale;
 };
 
@@ -647,7 +649,9 @@ __device__ __forceinline__ void window_part(const Params &p, State &s, char *scr
 
 extern "C" __global__ void __launch_bounds__(THREADS, HEAD_DIM == 256 ? 2 : 4)
     decode_gqa(const __grid_constant__ Params p) {
+#ifndef KVQUANT_EMULATION
     extern __shared__ __align__(128) char shared[];
+#endif
     __shared__ float warp_m[WARPS][HEADS], warp_l[WARPS][HEADS];
     __shared__ bool is_last;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -663,8 +667,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, HEAD_DIM == 256 ? 2 : 4)
     const int used_window =
         min(p.window_splits, (total_window + WINDOW_TOKENS - 1) / WINDOW_TOKENS);
     const int middle = max(ring_begin - SINKS, 0);
-    int per_split = (middle + p.num_splits - 1) / p.num_splits;
-    per_split = (per_split + MIN_TOKENS - 1) / MIN_TOKENS * MIN_TOKENS;
+    int per_split = max((middle + p.num_splits - 1) / p.num_splits, p.min_split_tokens);
+    per_split = (per_split + CTA_TOKENS - 1) / CTA_TOKENS * CTA_TOKENS;
     const int used_packed = middle == 0 ? 0 : (middle + per_split - 1) / per_split;
     const int used = used_packed + used_window;
     const long long out_row = (long long)batch * num_q_heads + kv_head * GROUP + first_head;

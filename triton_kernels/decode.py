@@ -9,6 +9,7 @@ the device.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +17,12 @@ import torch
 from ..layout import PackedKV, ReadPlan, WindowKV
 from . import decode_cuda, decode_triton
 
-MIN_SPLIT_TOKENS = 128
 MAX_SPLITS = 256
 WINDOW_SPLIT_TOKENS = 64
 MAX_WINDOW_SPLITS = 16
-TARGET_PROGRAMS = 132 * 32
+CTAS_PER_SM = 4
+WAVES = 2
+RAGGED_SPLIT_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class DecodeWorkspace:
     counters: torch.Tensor  # int32, at least batch * num_q_heads; zero between steps
     num_splits: int  # of the packed middle, at most
     window_splits: int  # of the BF16 windows, at most
+    min_split_tokens: int = 256  # a request is split no finer than this
 
     @classmethod
     def with_splits(
@@ -74,22 +77,46 @@ class DecodeWorkspace:
             window_tokens: sink_tokens + recent_tokens.
             device: where the cache is.
         """
-        num_splits = choose_num_splits(max_batch, num_kv_heads, max_kv_len)
-        window_splits = choose_window_splits(window_tokens)
-        return cls.with_splits(
+        pairs = max_batch * num_kv_heads * -(-num_q_heads // num_kv_heads // 8)
+        slots = CTAS_PER_SM * _num_sms(device)
+        num_splits, min_tokens = choose_splits(pairs, slots, max_kv_len)
+        window_splits = choose_window_splits(pairs, slots, window_tokens)
+        space = cls.with_splits(
             max_batch, num_q_heads, head_dim, num_splits, window_splits, device
         )
+        return dataclasses.replace(space, min_split_tokens=min_tokens)
 
 
-def choose_num_splits(batch: int, num_kv_heads: int, max_kv_len: int) -> int:
-    """Splits of the packed part that fill the GPU without splitting short requests."""
-    wanted = -(-TARGET_PROGRAMS // max(batch * num_kv_heads, 1))
-    useful = -(-max_kv_len // MIN_SPLIT_TOKENS)
-    return max(1, min(wanted, useful, MAX_SPLITS))
+def _num_sms(device: torch.device | str) -> int:
+    """Multiprocessors of the device; an H200's number for the interpreter."""
+    if torch.device(device).type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def choose_window_splits(window_tokens: int) -> int:
-    return max(1, min(-(-window_tokens // WINDOW_SPLIT_TOKENS), MAX_WINDOW_SPLITS))
+def choose_splits(pairs: int, slots: int, max_kv_len: int) -> tuple[int, int]:
+    """Splits of the packed middle, and the fewest tokens of one.
+
+    Args:
+        pairs: (request, KV head) pairs of a full batch.
+        slots: CTAs that the GPU holds at a time.
+        max_kv_len: upper bound of the tokens of a request.
+
+    Short splits cost more in start and merge than they gain once the pairs alone nearly fill the
+    GPU. A full batch still gets a few splits, because one long request among short ones would
+    otherwise be a single CTA's work.
+    """
+    min_tokens = 1024 if 2 * pairs >= slots else 256
+    useful = -(-max_kv_len // min_tokens)
+    ragged = -(-max_kv_len // RAGGED_SPLIT_TOKENS)
+    wanted = max(WAVES * slots // max(pairs, 1), min(ragged, 8), 1)
+    return min(wanted, useful, MAX_SPLITS), min_tokens
+
+
+def choose_window_splits(pairs: int, slots: int, window_tokens: int) -> int:
+    """CTAs that share the BF16 windows of a (request, KV head) pair."""
+    useful = min(-(-window_tokens // WINDOW_SPLIT_TOKENS), MAX_WINDOW_SPLITS)
+    return max(1, min(useful, WAVES * slots // max(pairs, 1)))
 
 
 def _check(

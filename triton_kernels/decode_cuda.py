@@ -38,7 +38,10 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("stride_q_batch", "stride_q_head", "stride_table")),
         *(
             (name, ctypes.c_int32)
-            for name in ("num_kv_heads", "recent_tokens", "num_splits", "window_splits")
+            for name in (
+                *("num_kv_heads", "recent_tokens"),
+                *("num_splits", "window_splits", "min_split_tokens"),
+            )
         ),
         ("sm_scale", ctypes.c_float),
     )
@@ -61,26 +64,19 @@ def _shared_bytes(head_dim: int, group_size: int) -> int:
     return WARPS * STAGES * stage
 
 
-@functools.cache
-def _kernel(
-    device: int, head_dim: int, group_size: int, page_size: int, sinks: int, group: int
-) -> Kernel:
-    """The kernel for one set of constants; compiled on first use, about a second."""
-    major, minor = torch.cuda.get_device_capability(device)
-    constants = {
+def constants(q: torch.Tensor, packed: PackedKV, window: WindowKV) -> dict[str, int]:
+    """The macros of decode.cu for one call."""
+    head_dim = q.shape[2]
+    return {
         "HEAD_DIM": head_dim,
-        "GROUP_SIZE": group_size,
-        "PAGE_SIZE": page_size,
-        "SINKS": sinks,
-        "GROUP": group,
+        "GROUP_SIZE": head_dim // packed.k_meta.shape[3],
+        "PAGE_SIZE": packed.page_size,
+        "SINKS": window.sink_tokens,
+        "GROUP": q.shape[1] // packed.k_codes.shape[1],
     }
-    options = tuple(f"-D{name}={value}" for name, value in constants.items())
-    cubin = compile_cubin(SOURCE.read_text(), SOURCE.name, f"{major}{minor}", options)
-    with torch.cuda.device(device):
-        return Kernel(cubin, "decode_gqa", _shared_bytes(head_dim, group_size))
 
 
-def launch(
+def parameters_and_grid(
     q: torch.Tensor,
     packed: PackedKV,
     window: WindowKV,
@@ -89,21 +85,14 @@ def launch(
     workspace: DecodeWorkspace,
     out: torch.Tensor,
     lse: torch.Tensor,
-) -> None:
-    """Whole decode attention of one layer; arguments as :func:`.decode.decode`, checked there."""
-    batch, num_q_heads, head_dim = q.shape
+) -> tuple[ctypes.Structure, tuple[int, int, int]]:
+    """The kernel's only argument, and its grid."""
+    batch, num_q_heads, _ = q.shape
     num_pages, num_kv_heads, page_size, _ = packed.k_codes.shape
     if num_pages * num_kv_heads * page_size >= 2**32:
-        raise ValueError("the packed cache has 2^32 head rows or more; the kernel counts in 32 bits")
-    group = num_q_heads // num_kv_heads
-    kernel = _kernel(
-        q.device.index,
-        head_dim,
-        head_dim // packed.k_meta.shape[3],
-        page_size,
-        window.sink_tokens,
-        group,
-    )
+        raise ValueError(
+            "the packed cache has 2^32 head rows or more; the kernel counts in 32 bits"
+        )
     pointers = (
         *(q, packed.k_codes, packed.k_meta, packed.v_codes, packed.v_meta),
         *(window.ring_k, window.ring_v, window.sink_k, window.sink_v),
@@ -119,9 +108,38 @@ def launch(
         window.recent_tokens,
         workspace.num_splits,
         workspace.window_splits,
+        workspace.min_split_tokens,
         sm_scale,
     )
-    head_blocks = -(-group // HEADS_PER_CTA)
-    grid = (num_kv_heads * head_blocks, batch, workspace.num_splits + workspace.window_splits)
+    head_blocks = -(-(num_q_heads // num_kv_heads) // HEADS_PER_CTA)
+    num_parts = workspace.num_splits + workspace.window_splits
+    return parameters, (num_kv_heads * head_blocks, batch, num_parts)
+
+
+@functools.cache
+def _kernel(device: int, macros: tuple[tuple[str, int], ...]) -> Kernel:
+    """The kernel for one set of constants; compiled on first use, about a second."""
+    major, minor = torch.cuda.get_device_capability(device)
+    options = tuple(f"-D{name}={value}" for name, value in macros)
+    cubin = compile_cubin(SOURCE.read_text(), SOURCE.name, f"{major}{minor}", options)
+    values = dict(macros)
+    shared_bytes = _shared_bytes(values["HEAD_DIM"], values["GROUP_SIZE"])
+    with torch.cuda.device(device):
+        return Kernel(cubin, "decode_gqa", shared_bytes)
+
+
+def launch(
+    q: torch.Tensor,
+    packed: PackedKV,
+    window: WindowKV,
+    plan: ReadPlan,
+    sm_scale: float,
+    workspace: DecodeWorkspace,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Whole decode attention of one layer; arguments as :func:`.decode.decode`, checked there."""
+    kernel = _kernel(q.device.index, tuple(constants(q, packed, window).items()))
+    parameters, grid = parameters_and_grid(q, packed, window, plan, sm_scale, workspace, out, lse)
     with torch.cuda.device(q.device):
         kernel.launch(grid, 32 * WARPS, parameters)

@@ -11,6 +11,9 @@ zero are applied to logits and probabilities, never to elements:
     out[h] = sum_t (p[t, h] * scale_v[t]) * codes_t + sum_t p[t, h] * zero_v[t]
 """
 
+# Triton has no starred tuples, and its static loops need a name.
+# ruff: noqa: RUF005, B007
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -123,9 +126,7 @@ def _split_range(
 
 
 @triton.jit
-def _load_pages(
-    table_ptr, start, pos, mask, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def _load_pages(table_ptr, start, pos, mask, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Page of every token of a tile: one load where a tile lies inside a page."""
     if PAGE_SIZE % BLOCK_N == 0:
         return tl.load(table_ptr + start // PAGE_SIZE).to(tl.int64)
@@ -195,7 +196,9 @@ def _decode_packed_kernel(
 
     largest = tl.zeros([BLOCK_H], tl.float32)
     for f in tl.static_range(NUM_FIELDS):
-        q = tl.load(q_row[None, :] + (dim + f * FIELD_STRIDE)[:, None], mask=mask_h[None, :], other=0.0)
+        q = tl.load(
+            q_row[None, :] + (dim + f * FIELD_STRIDE)[:, None], mask=mask_h[None, :], other=0.0
+        )
         largest = tl.maximum(largest, tl.max(tl.abs(q.to(tl.float32)), axis=0))
     unit = _power_of_two_below(tl.maximum(largest, 1e-30))
     to_operand = QUERY_HEADROOM / unit
@@ -208,7 +211,9 @@ def _decode_packed_kernel(
         even_sum = tl.zeros([BLOCK_H], tl.float32)
         odd_sum = tl.zeros([BLOCK_H], tl.float32)
     for f in tl.static_range(NUM_FIELDS):
-        q = tl.load(q_row[None, :] + (dim + f * FIELD_STRIDE)[:, None], mask=mask_h[None, :], other=0.0)
+        q = tl.load(
+            q_row[None, :] + (dim + f * FIELD_STRIDE)[:, None], mask=mask_h[None, :], other=0.0
+        )
         q = q.to(tl.float32)
         queries = queries + ((q * (to_operand / _field_weight(f))[None, :]).to(tl.float16),)
         q = q * (sm_scale * LOG2E)
@@ -292,7 +297,9 @@ def _decode_packed_kernel(
             if MIXED and g == 1:
                 both = ()
                 for i in tl.static_range(NUM_FIELDS):
-                    both = both + (tl.dot(_field(words, shifted, i, TWO_LANES), weights, acc=new_acc[i]),)
+                    both = both + (
+                        tl.dot(_field(words, shifted, i, TWO_LANES), weights, acc=new_acc[i]),
+                    )
                 new_acc = both
             else:
                 for i in tl.static_range(FIELDS_PER_GROUP):

@@ -1,5 +1,8 @@
 """Extend attention in Triton: packed prefix with BF16 windows, and the causal current chunk."""
 
+# Triton has no starred tuples, and its static loops need a name.
+# ruff: noqa: RUF005
+
 from __future__ import annotations
 
 import torch
@@ -33,7 +36,7 @@ def _group_codes(
     BLOCK_N: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """Codes of consecutive fields, which are consecutive dims: [tokens, NUM_FIELDS * NUM_WORDS]."""
+    """Codes of consecutive fields, so of consecutive dims: [tokens, NUM_FIELDS * NUM_WORDS]."""
     words = tl.load(
         codes_ptr + row[:, None] * NUM_WORDS + tl.arange(0, NUM_WORDS)[None, :],
         mask=mask_n[:, None],
@@ -109,7 +112,9 @@ def _extend_kernel(
     sums = ()
     acc = ()
     for n in tl.static_range(NUM_GROUPS):
-        part = tl.load(q_rows + (n * GROUP_SIZE + offs_d)[None, :], mask=mask_m[:, None], other=0.0)
+        part = tl.load(
+            q_rows + (n * GROUP_SIZE + offs_d)[None, :], mask=mask_m[:, None], other=0.0
+        )
         queries = queries + (part.to(DOT_DTYPE),)
         sums = sums + (tl.sum(part.to(tl.float32), axis=1) * factor,)
         acc = acc + (tl.zeros([BLOCK_M, GROUP_SIZE], tl.float32),)
@@ -353,7 +358,7 @@ def launch_merge_two(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Merge two partial attentions [num_tokens, num_q_heads, head_dim]; `out` may be one of them."""
+    """Merge two attentions [num_tokens, num_q_heads, head_dim]; `out` may be one of them."""
     num_rows, head_dim = a.shape[0] * a.shape[1], a.shape[2]
     block_r = 16
     _merge_two_kernel[(triton.cdiv(num_rows, block_r),)](

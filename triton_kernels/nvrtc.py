@@ -15,6 +15,7 @@ import pathlib
 import torch
 
 _CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+_CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT = 9
 
 
 class KernelCompileError(RuntimeError):
@@ -64,9 +65,7 @@ def compile_cubin(source: str, name: str, arch: str, options: tuple[str, ...]) -
     """
     lib = _nvrtc()
     program = ctypes.c_void_p()
-    lib.nvrtcCreateProgram(
-        ctypes.byref(program), source.encode(), name.encode(), 0, None, None
-    )
+    lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None)
     flags = (f"--gpu-architecture=sm_{arch}", "--std=c++17", *options)
     array = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
     result = lib.nvrtcCompileProgram(program, len(flags), array)
@@ -98,12 +97,13 @@ class Kernel:
             driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()),
             f"looking up {name}",
         )
-        _check_driver(
-            driver.cuFuncSetAttribute(
-                self._function, _CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes
-            ),
-            "setting the shared memory size",
-        )
+        for attribute, value in (
+            (_CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes),
+            # All of it: several CTAs per multiprocessor live from their shared-memory rings.
+            (_CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
+        ):
+            result = driver.cuFuncSetAttribute(self._function, attribute, value)
+            _check_driver(result, "setting the shared memory size")
 
     def launch(
         self, grid: tuple[int, int, int], threads: int, parameters: ctypes.Structure

@@ -20,7 +20,7 @@ class AttentionCase:
 
 
 def _random_packed(layout: GQALayout, num_pages: int, device: str, gen: torch.Generator):
-    """Random codes; metadata of plausible size. Everything is on the CPU first: same on any GPU."""
+    """Random codes, plausible metadata. Made on the CPU, so that a GPU sees the same."""
     sides = []
     for _ in range(2):
         codes = torch.randint(
@@ -108,7 +108,9 @@ def make_case(device):
                 for ring_buffer in buffers[:2]:
                     ring_buffer[plan.ring_row[request], :, kv_len:] = float("nan")
         window = WindowKV(*(b.to(device) for b in buffers))
-        packed = PackedKV(*(getattr(packed, f.name).to(device) for f in dataclasses.fields(packed)))
+        packed = PackedKV(
+            *(getattr(packed, f.name).to(device) for f in dataclasses.fields(packed))
+        )
         plan = ReadPlan(*(getattr(plan, f.name).to(device) for f in dataclasses.fields(plan)))
         return AttentionCase(packed, window, plan, layout)
 

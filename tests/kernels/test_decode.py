@@ -98,6 +98,7 @@ def workspace(case, q, num_splits: int, window_splits: int) -> kernel.DecodeWork
         torch.zeros(rows, dtype=torch.int32, device=q.device),
         num_splits,
         window_splits,
+        128,
     )
 
 
@@ -264,3 +265,16 @@ def test_cuda_graph_replay(make_case):
     graph.replay()
     eager = kernel.decode(q, case.packed, case.window, plan, 0.1, workspace=space)
     assert torch.equal(out, eager[0]) and torch.equal(lse, eager[1])
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32, 64, 256])
+@pytest.mark.parametrize("max_kv_len", [1, 1000, 4096, 131072])
+def test_split_choice(batch, max_kv_len):
+    """Enough CTAs to fill the GPU where there is work for them, and few where pairs suffice."""
+    pairs, slots = 8 * batch, 528
+    splits, min_tokens = kernel.choose_splits(pairs, slots, max_kv_len)
+    assert 1 <= splits <= kernel.MAX_SPLITS
+    assert splits == 1 or (splits - 1) * min_tokens < max_kv_len
+    if max_kv_len == 131072:
+        assert pairs * splits >= slots and max_kv_len / splits <= 16384
+    assert 1 <= kernel.choose_window_splits(pairs, slots, 320) <= 5

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-
 from sglang_kvquant.kernels.extend import extend
+
 from sglang_kvquant.layout import ReadPlan
 from sglang_kvquant.reference import attention as reference
 
@@ -47,9 +47,7 @@ def test_ragged(group, make_case):
     check(make_case([70, 0, 1, 130]), [5, 33, 1, 2], group)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "group_size"), [(64, 64), (64, 32), (128, 32), (256, 128)]
-)
+@pytest.mark.parametrize(("head_dim", "group_size"), [(64, 64), (64, 32), (128, 32), (256, 128)])
 def test_shapes(head_dim, group_size, make_case):
     check(make_case([60, 33], head_dim=head_dim, group_size=group_size), [9, 4], 2)
 
@@ -103,9 +101,7 @@ def test_empty_requests_and_neighbours(make_case):
     got = extend(q, k, v, bounds, case.packed, case.window, case.plan, 0.1, out=out)
     assert got[0] is out and not (out == 7.0).all(-1).any()
     last = ReadPlan(*(getattr(case.plan, f.name)[2:] for f in dataclasses.fields(ReadPlan)))
-    alone = extend(
-        q[4:], k[4:], v[4:], bounds[2:] - 4, case.packed, case.window, last, 0.1
-    )
+    alone = extend(q[4:], k[4:], v[4:], bounds[2:] - 4, case.packed, case.window, last, 0.1)
     assert torch.equal(alone[0], out[4:]) and torch.equal(alone[1], got[1][4:])
 
 

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 import torch
+from sglang_kvquant.kernels.write import write_kv
 
 from sglang_kvquant.config import Clip, QuantizerConfig
-from sglang_kvquant.kernels.write import write_kv
 from sglang_kvquant.layout import GQALayout, PackedKV, WindowKV
 from sglang_kvquant.reference import write as reference
 from sglang_kvquant.rotation import hadamard
@@ -63,7 +63,9 @@ def run_both(transform, k, v, layout, windows: bool = True, emit: bool = True):
     emitted = write_kv(*got, k, v, transform, loc, *index, emit=emit)
     if emitted is None:
         return got, want, emitted, loc, index
-    reference.write_packed(want[0], emitted[0].float(), emitted[1].float(), transform.quantizer, loc)
+    reference.write_packed(
+        want[0], emitted[0].float(), emitted[1].float(), transform.quantizer, loc
+    )
     if windows:
         reference.write_window(want[1].ring_k, want[1].ring_v, *emitted, index[0])
         reference.write_window(want[1].sink_k, want[1].sink_v, *emitted, index[1])
