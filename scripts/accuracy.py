@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from sglang_kvquant.atomic import write_atomically
 from sglang_kvquant.calibration.capture import LayerTraces, visit_layers
 from sglang_kvquant.calibration.data import CalibrationTokens, cut_sequences
 from sglang_kvquant.calibration.recipe import LayerResult, Recipe, load_model, solve_layer
@@ -111,6 +112,9 @@ def main() -> int:
     print(f"\n{format_rows(rows)}")
     save_json(facts(args, info, windows, settings, runs, rows), args.output)
     print(f"numbers: {args.output}")
+    if args.markdown:
+        write_atomically(args.markdown, format_markdown(runs, rows).encode())
+        print(f"tables:  {args.markdown}")
     return 0
 
 
@@ -122,6 +126,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--calibration", required=True, nargs="+", type=Path)
     parser.add_argument("--test", required=True, nargs="+", type=Path)
     parser.add_argument("--output", required=True, type=Path)
+    parser.add_argument("--markdown", type=Path, metavar="FILE.md", help="save both tables")
     parser.add_argument("--seeds", default="0,1,2", type=lambda s: [int(x) for x in s.split(",")])
     parser.add_argument("--bounds", choices=(*BOUNDS, "none"), default="none")
     parser.add_argument("--num-sequences", type=int, default=8, help="to learn from")
@@ -349,6 +354,30 @@ def format_rows(rows: list[dict[str, Any]]) -> str:
         cells = " ".join(f"{x:6.3f}" for x in numbers)
         lines.append(f"{row['name']:<42} {cells} {shown:>6} {row['verdict']}")
     return "\n".join(lines)
+
+
+def format_markdown(runs: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
+    """Means over the seeds of every method, then the ratios."""
+    lines = ["| Method | W_O MSE | KL | Residual error | PPL | B/token |", "|---|" + "---:|" * 5]
+    plain = statistics.fmean(run["full_precision"]["perplexity"] for run in runs)
+    lines.append(f"| unquantized | | | | {plain:.2f} | |")
+    for name in runs[0]["methods"]:
+        entries = [run["methods"][name] for run in runs]
+        mse, kl, residual = (
+            statistics.fmean(e[key]["mean"] for e in entries)
+            for key in ("output_mse", "kl", "residual_error")
+        )
+        perplexity = statistics.fmean(e["perplexity"] for e in entries)
+        numbers = f"{mse:.4g} | {kl:.4f} | {residual:.4f} | {perplexity:.2f}"
+        lines.append(f"| {name} | {numbers} | {entries[0]['bytes_per_token']} |")
+    lines += ["", "| Ratio | mean | min | max | bound | |", "|---|" + "---:|" * 4 + "---|"]
+    for row in rows:
+        values, bound = row["values"], row.get("bound")
+        shown = "" if bound is None else f"{bound:.2f}"
+        mean, low, high = statistics.fmean(values), min(values), max(values)
+        cells = f"{mean:.3f} | {low:.3f} | {high:.3f} | {shown} | {row['verdict']}"
+        lines.append(f"| {row['name']} | {cells} |")
+    return "\n".join(lines) + "\n"
 
 
 def facts(

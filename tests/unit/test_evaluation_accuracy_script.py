@@ -93,6 +93,7 @@ def test_whole_run(accuracy, tiny_model, tmp_path, monkeypatch, capsys):
         "--seq-len": "120",
         "--device": "cpu",
         "--output": str(output),
+        "--markdown": str(tmp_path / "tables.md"),
         "--checkpoints": str(tmp_path / "kept"),
     }
     settings = ("steps=4", "selection_every=2", "sink_tokens=4", "recent_tokens=16")
@@ -115,4 +116,6 @@ def test_whole_run(accuracy, tiny_model, tmp_path, monkeypatch, capsys):
     assert first["quarot+c"]["output_mse"]["mean"] != first["quarot"]["output_mse"]["mean"]
     assert first["optr(quarot)"]["output_mse"] != first["quarot+c"]["output_mse"]
     assert len(list((tmp_path / "kept").glob("*.safetensors"))) == 16
+    tables = (tmp_path / "tables.md").read_text()
+    assert tables.count("| optr(oscar) |") == 1 and "| KL optr(oscar) / oscar+c |" in tables
     assert "KL optr(oscar) / oscar+c" in capsys.readouterr().out
