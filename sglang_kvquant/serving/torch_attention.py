@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 
 from ..config import QuantizerConfig
-from ..layout import PackedKV, ReadPlan, WindowKV, pack_codes, unpack_codes
+from ..layout import PackedKV, ReadPlan, WindowKV, pack_codes, unpack_columns
 from ..quantizer import assign_codes, choose_qparams, clip_rows
 from ..reference.write import LayerTransform, rotate_kv
 from ..rotation import rotate_heads
@@ -274,7 +274,7 @@ class CodedKV:
     """Keys and values as codes. Scales and zeros are applied after the dot products:
     q k = scale (q codes) + zero sum(q), and w v = (w scale) codes + sum(w zero)."""
 
-    k_codes: torch.Tensor  # fp32 [num_kv_heads, num_groups, length, group_size]
+    k_codes: torch.Tensor  # fp32 [num_kv_heads, num_groups, group_size, length]
     k_meta: torch.Tensor  # fp32 [2, num_kv_heads, num_groups, 1, length], scale and zero
     v_codes: torch.Tensor  # like k_codes
     v_meta: torch.Tensor  # like k_meta
@@ -283,32 +283,29 @@ class CodedKV:
     def gather(cls, packed: PackedKV, page: torch.Tensor, offset: torch.Tensor) -> CodedKV:
         parts = []
         for codes, meta in ((packed.k_codes, packed.k_meta), (packed.v_codes, packed.v_meta)):
-            # Heads come first while the rows are still packed: a sixteenth of the bytes to move.
-            rows = codes[page, :, offset].transpose(0, 1)  # [num_kv_heads, length, head_dim // 4]
-            numbers = (
-                meta[page, :, offset].float().permute(3, 1, 2, 0)
-            )  # [2, heads, groups, length]
-            grouped = unpack_codes(rows).float().unflatten(-1, (numbers.shape[2], -1))
-            parts += [grouped.transpose(1, 2), numbers.unsqueeze(-2).contiguous()]
+            columns = unpack_columns(codes[page, :, offset]).float()  # [heads, head_dim, length]
+            numbers = meta[page, :, offset].permute(3, 1, 2, 0)  # [2, heads, num_groups, length]
+            parts.append(columns.unflatten(1, (numbers.shape[2], -1)))
+            parts.append(numbers.float().contiguous().unsqueeze(-2))
         return cls(*parts)
 
     def logits(self, q: torch.Tensor, group: int) -> torch.Tensor:
         """As DenseKV.logits."""
         grouped = q.unflatten(-1, (self.k_codes.shape[1], -1)).transpose(1, 2)
         scale, zero = self.k_meta
-        dots = grouped @ self.k_codes.transpose(2, 3)  # [heads, num_groups, queries, length]
+        dots = grouped @ self.k_codes  # [heads, num_groups, queries, length]
         return (dots * scale + grouped.sum(-1, keepdim=True) * zero).sum(1)
 
     def values(self, weights: torch.Tensor) -> torch.Tensor:
         """As DenseKV.values."""
         scale, zero = self.v_meta
         w = weights.unsqueeze(1)  # [heads, 1, queries, length]
-        out = (w * scale) @ self.v_codes + w @ zero.transpose(2, 3)
+        out = (w * scale) @ self.v_codes.transpose(2, 3) + w @ zero.transpose(2, 3)
         return out.transpose(1, 2).flatten(2)  # [heads, queries, head_dim]
 
     @property
     def length(self) -> int:
-        return self.k_codes.shape[2]
+        return self.k_codes.shape[3]
 
 
 def _read(source: Sources, packed: PackedKV, window: WindowKV) -> list[DenseKV | CodedKV]:

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from sglang_kvquant.config import Clip, QuantizerConfig, WindowConfig
-from sglang_kvquant.layout import GQALayout, PackedKV, WindowKV
+from sglang_kvquant.layout import (
+    GQALayout,
+    PackedKV,
+    WindowKV,
+    pack_codes,
+    unpack_columns,
+)
 from sglang_kvquant.reference import attention as reference
 from sglang_kvquant.reference import write as reference_write
 from sglang_kvquant.reference.write import LayerTransform
@@ -157,3 +163,10 @@ def test_ring_write_needs_the_write_of_its_step():
     k_rot, v_rot = ops.write_kv(packed, window, k, v, transform, plans[0].write, with_ring=False)
     with pytest.raises(RuntimeError, match="same step"):
         ops.write_ring(window, k_rot, v_rot, plans[1].write)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_columns_are_the_codes_of_the_layout(head_dim):
+    codes = torch.randint(0, 4, (11, 3, head_dim), dtype=torch.uint8)
+    columns = unpack_columns(pack_codes(codes))
+    assert torch.equal(columns, codes.permute(1, 2, 0).int())
