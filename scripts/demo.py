@@ -135,7 +135,7 @@ def question_server(label: str, model: Path, log: Path, flags: list[str]) -> Run
     return Run(answers, generated / seconds, capacity, cached)
 
 
-def calibrate(model: Path) -> Path:
+def calibrate(model: Path, quick: bool) -> Path:
     """Run `sglang-kvquant calibrate` and return the checkpoint, made anew only when missing."""
     from sglang_kvquant.checkpoint import default_checkpoint_path
 
@@ -144,7 +144,11 @@ def calibrate(model: Path) -> Path:
         print(f"Using the checkpoint {checkpoint} of an earlier run.")
         return checkpoint
     command = [sys.executable, "-m", "sglang_kvquant", "calibrate", "--model", str(model)]
-    if subprocess.call([*command, "--method", "optr"]):
+    command += ["--method", "optr"]
+    if quick:
+        print("Calibrating with less text than by default, since there is no GPU.")
+        command += ["--num-sequences", "8", "--num-queries", "64"]
+    if subprocess.call(command):
         sys.exit("demo: the calibration failed; see its message above.")
     return checkpoint
 
@@ -200,7 +204,7 @@ def main() -> None:
     flags += ["--mem-fraction-static", "0.5" if gpu else "0.3", "--max-running-requests", "8"]
     plain_flags = flags if gpu else [*flags, "--attention-backend", "torch_native"]
     model = get_smollm2.build(args.model, ROOT / ".cache" / "downloads")
-    checkpoint = calibrate(model)
+    checkpoint = calibrate(model, quick=not gpu)
     plain = question_server("unquantized", model, logs / "unquantized.log", plain_flags)
     packed = question_server("2-bit", model, logs / "kvquant.log", [*flags, "--kv-quant", "optr"])
     report(model, checkpoint, plain, packed, compute)

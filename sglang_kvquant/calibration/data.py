@@ -15,6 +15,9 @@ from .errors import CalibrationError
 
 DEFAULT_TEXT = Path(__file__).with_name("default_text.txt")
 
+MIN_SEQUENCES, MAX_SEQUENCES = 8, 24
+"""How many sequences are learned from when the user does not say: as many as the text has."""
+
 Message = dict[str, Any]
 
 
@@ -133,7 +136,7 @@ def tokenize(tokenizer: Any, documents: list[str | list[Message]]) -> torch.Tens
 def cut_sequences(
     stream: torch.Tensor,
     seq_len: int,
-    num_sequences: int,
+    num_sequences: int | None,
     num_heldout: int,
     seed: int,
     prefix: list[int],
@@ -141,11 +144,24 @@ def cut_sequences(
 ) -> CalibrationTokens:
     """Disjoint windows of a token stream, drawn at random, each begun with `prefix`.
 
+    Args:
+        stream: int64 [num_tokens].
+        seq_len: tokens per sequence, `prefix` included.
+        num_sequences: sequences to learn from; None takes as many as the stream has beside the
+            held-out ones, from MIN_SEQUENCES to MAX_SEQUENCES.
+        num_heldout: sequences to select with.
+        seed: of the choice among more windows than are needed.
+        prefix: token ids that begin every sequence.
+        source: name for messages.
+
     Raises:
         CalibrationError: the stream is too short.
     """
     body = seq_len - len(prefix)
-    needed, available = num_sequences + num_heldout, len(stream) // body
+    available = len(stream) // body
+    if num_sequences is None:
+        num_sequences = min(max(available - num_heldout, MIN_SEQUENCES), MAX_SEQUENCES)
+    needed = num_sequences + num_heldout
     if available < needed:
         raise CalibrationError(
             f"{source} has {len(stream)} tokens, but {num_sequences} + {num_heldout} sequences of "
@@ -163,7 +179,7 @@ def load_tokens(
     tokenizer: Any,
     path: str | Path | None = None,
     seq_len: int = 1024,
-    num_sequences: int = 8,
+    num_sequences: int | None = None,
     num_heldout: int = 4,
     seed: int = 0,
 ) -> CalibrationTokens:
@@ -174,10 +190,10 @@ def load_tokens(
             text, every sequence begins with it.
         path: see :func:`read_documents`.
         seq_len: tokens per sequence.
-        num_sequences, num_heldout: sequences to learn from and to select with.
+        num_sequences, num_heldout: as in :func:`cut_sequences`.
         seed: of the choice among more windows than are needed.
     """
-    if min(num_sequences, num_heldout) < 1 or seq_len < 2:
+    if num_heldout < 1 or seq_len < 2 or (num_sequences is not None and num_sequences < 1):
         raise CalibrationError(
             "At least one sequence, one held-out sequence and two tokens per sequence are needed."
         )

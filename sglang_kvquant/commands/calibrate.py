@@ -44,7 +44,11 @@ def add_parser(subparsers: Any) -> None:
     )
     text = parser.add_argument_group("text")
     text.add_argument("--seq-len", type=int, default=1024, help="tokens per sequence")
-    text.add_argument("--num-sequences", type=int, default=8, help="sequences to learn from")
+    text.add_argument(
+        "--num-sequences",
+        type=int,
+        help="sequences to learn from (default: as many as the text has, 8 to 24)",
+    )
     text.add_argument("--num-heldout", type=int, default=4, help="other sequences, to select with")
     text.add_argument("--seed", type=int, default=0)
     quantizer = parser.add_argument_group("quantizer and windows")

@@ -18,7 +18,14 @@ from sglang_kvquant.rotation import hadamard, orthogonality_error, per_head
 
 SEQS, Q_HEADS, KV_HEADS, LENGTH, DIM, HIDDEN = 4, 4, 2, 96, 64, 48
 SETTINGS = OptRSettings(
-    steps=8, selection_every=4, num_queries=16, sink_tokens=4, recent_tokens=16
+    steps=8,
+    lr=0.02,
+    lr_schedule="constant",
+    num_queries=16,
+    query_selection="last",
+    sink_tokens=4,
+    recent_tokens=16,
+    selection_every=4,
 )
 QUANTIZER = QuantizerConfig.for_method("optr", DIM)
 
