@@ -61,6 +61,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_without_kv_quant_a_server_is_configured_as_by_sglang_alone(tiny_model):
     """Resolved ServerArgs of a real model, field by field, with and without this plugin."""
     model = str(tiny_model("LlamaForCausalLM"))
