@@ -1,8 +1,8 @@
 """Write step in one launch: rotate, centre, clip, quantize, pack and scatter keys and values.
 
 Mirrors :mod:`sglang_kvquant.reference.write`. Given the same rotated rows, codes, scales and zeros
-are bit-exact to :mod:`sglang_kvquant.quantizer`: the kernel performs the same fp32 operations, in
-the same order, each correctly rounded (`tl.div_rn`).
+are bit-exact to :mod:`sglang_kvquant.quantizer`: scale and zero come from the same fp32 operations,
+each correctly rounded, and codes from comparisons that agree with the rounded division.
 """
 
 from __future__ import annotations
@@ -35,43 +35,78 @@ def _rotated_rows(
     HAS_ROTATION: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """Rows of one head times its rotation: fp32 [BLOCK_T, HEAD_DIM]."""
+    """Rows of one head times its rotation: fp32 [BLOCK_T, HEAD_DIM].
+
+    Without a rotation many rows are multiplied by the identity, which is exact: the layout of a
+    product keeps a row within four lanes, so that the reductions over rows that follow need few
+    shuffles.
+    """
     offs_d = tl.arange(0, HEAD_DIM)
     x_rows = x_ptr + offs_t[:, None].to(tl.int64) * stride_x_token
-    if HAS_ROTATION:
+    if HAS_ROTATION or BLOCK_T > 16:
         rows = tl.zeros([BLOCK_T, HEAD_DIM], tl.float32)
         for start in tl.static_range(0, HEAD_DIM, BLOCK_K):
             offs_k = start + tl.arange(0, BLOCK_K)
             x = tl.load(x_rows + offs_k[None, :], mask=mask_t[:, None], other=0.0)
-            rotation = tl.load(rotation_ptr + offs_k[:, None] * HEAD_DIM + offs_d[None, :])
-            rows = tl.dot(
-                x.to(DOT_DTYPE), rotation.to(DOT_DTYPE), acc=rows, input_precision="ieee"
-            )
+            if HAS_ROTATION:
+                matrix = tl.load(rotation_ptr + offs_k[:, None] * HEAD_DIM + offs_d[None, :])
+            else:
+                matrix = (offs_k[:, None] == offs_d[None, :]).to(tl.float32)
+            rows = tl.dot(x.to(DOT_DTYPE), matrix.to(DOT_DTYPE), acc=rows, input_precision="ieee")
     else:
         rows = tl.load(x_rows + offs_d[None, :], mask=mask_t[:, None], other=0.0).to(tl.float32)
     return rows
 
 
 @triton.jit
-def _clip_threshold(rows, NUM_ABOVE: tl.constexpr, BLOCK_T: tl.constexpr):
+def _halves(x, BLOCK_T: tl.constexpr, WIDTH: tl.constexpr):
+    """Split the columns of x in two: [BLOCK_T, WIDTH] to two of [BLOCK_T, WIDTH / 2]."""
+    return tl.split(tl.permute(tl.reshape(x, [BLOCK_T, 2, WIDTH // 2]), (0, 2, 1)))
+
+
+@triton.jit
+def _clip_threshold(rows, NUM_ABOVE: tl.constexpr, BLOCK_T: tl.constexpr, HEAD_DIM: tl.constexpr):
     """The NUM_ABOVE-th largest |x| of each row, ties counted: fp32 [BLOCK_T].
 
-    Each round takes the largest value below the last one and all its ties, so after at most
-    NUM_ABOVE rounds the wanted rank is covered; rows that are done keep their value.
+    Values are sorted in stacks of four, so that a round looks at a quarter of them: it takes the
+    largest top, and removes it from every stack that has it on top. Equal values in one stack come
+    up again, so after at most NUM_ABOVE rounds the wanted rank is reached; rows that are done keep
+    their value.
     """
-    magnitude = tl.abs(rows)
-    threshold = tl.full([BLOCK_T], float("inf"), tl.float32)
+    low, high = _halves(tl.abs(rows), BLOCK_T, HEAD_DIM)
+    a, b = _halves(low, BLOCK_T, HEAD_DIM // 2)
+    c, d = _halves(high, BLOCK_T, HEAD_DIM // 2)
+    a, b = tl.maximum(a, b), tl.minimum(a, b)
+    c, d = tl.maximum(c, d), tl.minimum(c, d)
+    a, c = tl.maximum(a, c), tl.minimum(a, c)
+    b, d = tl.maximum(b, d), tl.minimum(b, d)
+    b, c = tl.maximum(b, c), tl.minimum(b, c)
+    threshold = tl.zeros([BLOCK_T], tl.float32)
     missing = tl.full([BLOCK_T], NUM_ABOVE, tl.int32)
-    # Rank 1 includes +inf itself, which "below the last one" would skip.
-    infinite = tl.sum((magnitude == float("inf")).to(tl.int32), axis=1)
-    missing = missing - infinite
     for _ in tl.range(0, NUM_ABOVE):
-        below = tl.where(magnitude < threshold[:, None], magnitude, -1.0)
-        largest = tl.max(below, axis=1)
-        ties = tl.sum((below == largest[:, None]).to(tl.int32), axis=1)
+        largest = tl.max(a, axis=1)
         threshold = tl.where(missing > 0, largest, threshold)
-        missing = missing - ties
+        top = a == largest[:, None]
+        missing = missing - tl.sum(top.to(tl.int32), axis=1)
+        a = tl.where(top, b, a)
+        b = tl.where(top, c, b)
+        c = tl.where(top, d, c)
+        d = tl.where(top, -1.0, d)
     return threshold
+
+
+@triton.jit
+def _first_boundary(step):
+    """The smallest fp32 d whose code is 1 or more: floor(d / step + 0.5) >= 1, rounded as written.
+
+    It is step / 2, or the fp32 number below, whose quotient may round up to it. No such question
+    arises at 1.5 and 2.5 steps: those products are exact, and half a unit in the last place of the
+    quotient is less there than the distance to the next smaller d.
+    """
+    half = 0.5 * step
+    below = (half.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
+    reaches = tl.floor(tl.div_rn(below, step) + 0.5) >= 1.0
+    return tl.where(reaches, below, half)
 
 
 @triton.jit
@@ -100,7 +135,7 @@ def _quantize_store(
     NUM_WORDS: tl.constexpr = HEAD_DIM // 8
     NUM_GROUPS: tl.constexpr = HEAD_DIM // GROUP_SIZE
     if CLIP_KIND == CLIP_PERCENTILE:
-        threshold = _clip_threshold(rows, NUM_ABOVE, BLOCK_T)[:, None]
+        threshold = _clip_threshold(rows, NUM_ABOVE, BLOCK_T, HEAD_DIM)[:, None]
         rows = tl.maximum(tl.minimum(rows, threshold), -threshold)
     groups = tl.reshape(rows, [BLOCK_T, NUM_GROUPS, GROUP_SIZE])
     low = tl.min(groups, axis=2)  # [BLOCK_T, NUM_GROUPS]
@@ -116,13 +151,17 @@ def _quantize_store(
     scale = scale.to(tl.float16)
     zero = zero.to(tl.float16)
 
-    step = scale.to(tl.float32)[:, :, None]
-    divisor = tl.where(step > 0, step, 1.0)
-    steps = tl.div_rn(
-        groups - zero.to(tl.float32)[:, :, None], tl.broadcast_to(divisor, groups.shape)
-    )
-    codes = tl.minimum(tl.maximum(tl.floor(steps + 0.5), 0.0), 3.0)
-    codes = tl.where(step > 0, codes, 0.0).to(tl.int32)
+    # Codes by comparison: the same as rounding the correctly rounded quotient, without a division
+    # per element.
+    step = scale.to(tl.float32)
+    first = _first_boundary(tl.where(step > 0, step, 1.0))
+    first = tl.where(step > 0, first, float("inf"))[:, :, None]
+    second = tl.where(step > 0, 1.5 * step, float("inf"))[:, :, None]
+    third = tl.where(step > 0, 2.5 * step, float("inf"))[:, :, None]
+    distance = groups - zero.to(tl.float32)[:, :, None]
+    codes = (distance >= first).to(tl.int32)
+    codes += (distance >= second).to(tl.int32)
+    codes += (distance >= third).to(tl.int32)
 
     fields = tl.reshape(codes, [BLOCK_T, 8, NUM_WORDS])
     shifts = 2 * tl.arange(0, 8)[None, :, None]
@@ -509,6 +548,6 @@ def write_kv(
         BLOCK_T=block_t,
         BLOCK_K=min(head_dim, 64),
         DOT_DTYPE=dot_dtype(k.dtype),
-        num_warps=4 if block_t == 16 else 8,
+        num_warps=4,
     )
     return (k_out, v_out) if emit else None  # type: ignore[return-value]

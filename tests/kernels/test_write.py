@@ -117,6 +117,41 @@ def test_bytes_equal_the_quantizer(clip, head_dim, group_size, page_size, device
     assert_same_bytes(got, want)
 
 
+def test_many_tokens(device):
+    """Prefill sizes take larger blocks, in which rows without a rotation pass through a product."""
+    gen = torch.Generator().manual_seed(0)
+    layout = GQALayout(HEADS, 64, 32, 16)
+    k, v = (rows_with_edges(1100, 64, gen).to(device) for _ in "kv")
+    transform = transforms("identity", 64, 32, CLIPS["oscar"], device, False)
+    got, want, emitted, _, _ = run_both(transform, k, v, layout)
+    assert torch.equal(emitted[1], v)
+    assert_same_bytes(got, want)
+
+
+def test_values_at_the_boundaries(device):
+    """Values within a few units in the last place of (code + 0.5) * scale, for many scales.
+
+    Row by row: minimum 0 and maximum fp16(3 s) fix zero 0 and scale s; the rest are neighbours of
+    the three boundaries. The quotient's own rounding decides, so a comparison with a rounded
+    product would fail here.
+    """
+    head_dim, heads = 64, HEADS
+    bits = torch.arange(0x0001, 0x7000, 41, dtype=torch.int32).to(torch.int16)
+    step = bits.view(torch.float16).float()  # every exponent, many significands
+    step = step[: len(step) // heads * heads].view(-1, heads)
+    x = torch.zeros(*step.shape, head_dim)
+    x[..., 1] = 3.0 * step
+    for i, boundary in enumerate((0.5, 1.5, 2.5)):
+        centre = (boundary * step).unsqueeze(-1).view(torch.int32)
+        around = centre + torch.arange(-9, 10, dtype=torch.int32)
+        x[..., 2 + 19 * i : 21 + 19 * i] = around.view(torch.float32)
+    layout = GQALayout(heads, head_dim, 64, 16)
+    transform = transforms("identity", head_dim, 64, CLIPS["none"], device, False)
+    transform = dataclasses.replace(transform, k_offset=None)
+    got, want, _, _, _ = run_both(transform, x.to(device), (-x).to(device), layout)
+    assert_same_bytes(got, want)
+
+
 @pytest.mark.parametrize("kind", ["permutation", "shared", "hadamard", "dense"])
 @pytest.mark.parametrize("v_side", [False, True])
 def test_rotations(kind, v_side, device):
