@@ -118,7 +118,7 @@ def test_bytes_equal_the_quantizer(clip, head_dim, group_size, page_size, device
 
 
 def test_many_tokens(device):
-    """Prefill sizes take larger blocks, in which rows without a rotation pass through a product."""
+    """Prefill sizes take larger blocks; rows without a rotation then pass through a product."""
     gen = torch.Generator().manual_seed(0)
     layout = GQALayout(HEADS, 64, 32, 16)
     k, v = (rows_with_edges(1100, 64, gen).to(device) for _ in "kv")
