@@ -52,7 +52,9 @@ class KVQuantAttnBackend(AttentionBackend):
                 f"windows {pool.max_requests + 1}."
             )
         self.device = torch.device(model_runner.device)
-        self.ops: AttentionOps = select_ops(self.device)
+        self.ops: AttentionOps = select_ops(
+            self.device, self.req_to_token_pool.req_to_token.shape[1]
+        )
         self.plan: StepPlan | None = None
         self._static: StepPlan | None = None
         compat.on_row_alloc(self.req_to_token_pool, self.tables.note_new_rows)
@@ -93,6 +95,7 @@ class KVQuantAttnBackend(AttentionBackend):
             forward_batch.out_cache_loc,
             self.req_to_token_pool.req_to_token,
             max(forward_batch.extend_prefix_lens_cpu),
+            forward_batch.extend_seq_lens_cpu,
         )
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -148,7 +151,7 @@ class KVQuantAttnBackend(AttentionBackend):
         packed, window = self.token_to_kv_pool.layer(layer.layer_id)
         q_rot = self.ops.rotate_query(q, transform)
         self.ops.write_kv(packed, window, k, v, transform, plan.write, with_ring=True)
-        out = self.ops.decode(q_rot, packed, window, plan.read, layer.scaling)
+        out = self.ops.decode(q_rot, packed, window, plan, layer.scaling)
         return self._finish(out, transform, q)
 
     def forward_extend(
@@ -165,13 +168,10 @@ class KVQuantAttnBackend(AttentionBackend):
         plan, transform, q, k, v = self._prepare(q, k, v, layer, save_kv_cache, kwargs)
         packed, window = self.token_to_kv_pool.layer(layer.layer_id)
         q_rot = self.ops.rotate_query(q, transform)
-        k_rot, v_rot = self.ops.write_kv(
-            packed, window, k, v, transform, plan.write, with_ring=False
-        )
-        assert plan.qo_indptr is not None
-        out = self.ops.extend(
-            q_rot, k_rot, v_rot, plan.qo_indptr, packed, window, plan.read, layer.scaling
-        )
+        rotated = self.ops.write_kv(packed, window, k, v, transform, plan.write, with_ring=False)
+        assert rotated is not None
+        k_rot, v_rot = rotated
+        out = self.ops.extend(q_rot, k_rot, v_rot, packed, window, plan, layer.scaling)
         # The new tokens overwrite ring columns that this step's queries still had to read.
         self.ops.write_ring(window, k_rot, v_rot, plan.write)
         return self._finish(out, transform, q)

@@ -7,9 +7,9 @@ from typing import Protocol
 
 import torch
 
-from ..layout import PackedKV, ReadPlan, WindowKV
+from ..layout import PackedKV, WindowKV
 from ..reference.write import LayerTransform
-from .windows import WritePlan
+from .windows import StepPlan, WritePlan
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +37,12 @@ class AttentionOps(Protocol):
         transform: LayerTransform,
         write: WritePlan,
         with_ring: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new tokens, [num_tokens, num_kv_heads, head_dim]; returns the rotated k and v.
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Store new tokens, [num_tokens, num_kv_heads, head_dim].
 
-        An extend step reads the old window first: it passes with_ring=False and calls
-        :meth:`write_ring` after its attention.
+        An extend step reads the old window first: it passes with_ring=False, gets the rotated k
+        and v for its attention, and calls :meth:`write_ring` afterwards. What a decode step gets
+        is not used.
         """
 
     def write_ring(
@@ -54,7 +55,7 @@ class AttentionOps(Protocol):
         q: torch.Tensor,
         packed: PackedKV,
         window: WindowKV,
-        plan: ReadPlan,
+        plan: StepPlan,
         sm_scale: float,
     ) -> torch.Tensor:
         """[batch, num_q_heads, head_dim] of rotated queries, in the frame of R_V."""
@@ -64,19 +65,35 @@ class AttentionOps(Protocol):
         q: torch.Tensor,
         k_rot: torch.Tensor,
         v_rot: torch.Tensor,
-        qo_indptr: torch.Tensor,
         packed: PackedKV,
         window: WindowKV,
-        plan: ReadPlan,
+        plan: StepPlan,
         sm_scale: float,
     ) -> torch.Tensor:
         """[num_tokens, num_q_heads, head_dim]: causal over new tokens, full over the prefix."""
 
 
-def select_ops(device: torch.device | str) -> AttentionOps:
-    """The implementation for a device, with a line in the log that names it."""
-    from .torch_attention import TorchOps
+def select_ops(device: torch.device | str, max_context_len: int) -> AttentionOps:
+    """The implementation for a device, with a line in the log that names it.
 
-    ops = TorchOps()
-    logger.info("kvquant: attention and cache writes on %s run as %s operations", device, ops.name)
+    Args:
+        device: of the cache.
+        max_context_len: longest sequence that the server accepts.
+
+    Raises:
+        ValueError: a device without an implementation.
+    """
+    ops: AttentionOps
+    kind = torch.device(device).type
+    if kind == "cpu":
+        from .torch_attention import TorchOps
+
+        ops = TorchOps()
+    elif kind == "cuda":
+        from .kernel_ops import KernelOps
+
+        ops = KernelOps(max_context_len)
+    else:
+        raise ValueError(f"--kv-quant runs on cuda and cpu, not on {kind}.")
+    logger.info("kvquant: attention and cache writes on %s: %s", kind, ops.name)
     return ops

@@ -19,7 +19,7 @@ from ..layout import PackedKV, ReadPlan, WindowKV, pack_codes, unpack_columns
 from ..quantizer import assign_codes, choose_qparams, clip_rows
 from ..reference.write import LayerTransform, rotate_kv
 from ..rotation import rotate_heads
-from .windows import WritePlan
+from .windows import StepPlan, WritePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,11 +205,11 @@ class TorchOps:
         q: torch.Tensor,
         packed: PackedKV,
         window: WindowKV,
-        plan: ReadPlan,
+        plan: StepPlan,
         sm_scale: float,
     ) -> torch.Tensor:
         """As reference.attention.decode, without the log-sum-exp."""
-        sources = self._locate_all(plan, packed, window)
+        sources = self._locate_all(plan.read, packed, window)
         out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         for request, source in enumerate(sources):
             pieces = _read(source, packed, window)
@@ -221,16 +221,18 @@ class TorchOps:
         q: torch.Tensor,
         k_rot: torch.Tensor,
         v_rot: torch.Tensor,
-        qo_indptr: torch.Tensor,
         packed: PackedKV,
         window: WindowKV,
-        plan: ReadPlan,
+        plan: StepPlan,
         sm_scale: float,
     ) -> torch.Tensor:
         """As reference.attention.extend, without the log-sum-exp."""
-        sources = self._locate_all(plan, packed, window)
+        assert plan.extend is not None
+        sources = self._locate_all(plan.read, packed, window)
         out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        for source, (begin, end) in zip(sources, pairwise(qo_indptr.tolist()), strict=True):
+        for source, (begin, end) in zip(
+            sources, pairwise(plan.extend.qo_indptr_cpu.tolist()), strict=True
+        ):
             if begin == end:
                 continue
             k, v = (x[begin:end].transpose(0, 1) for x in (k_rot, v_rot))

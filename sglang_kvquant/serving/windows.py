@@ -18,7 +18,9 @@ SGLang's dummies for padded tokens: they are written and read like others, harml
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 
 import torch
 
@@ -45,6 +47,25 @@ class WritePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class ExtendLens:
+    """New tokens of each request of an extend step, on the device and on the host.
+
+    Attributes:
+        qo_indptr: int32 [batch + 1] on the device, first new token of each request.
+        qo_indptr_cpu: the same on the host.
+        has_prefix: False when no request has cached tokens.
+    """
+
+    qo_indptr: torch.Tensor
+    qo_indptr_cpu: torch.Tensor
+    has_prefix: bool
+
+    @property
+    def max_extend_len(self) -> int:
+        return int(self.qo_indptr_cpu.diff().max())
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """What one forward step reads and writes, the same for every layer.
 
@@ -52,12 +73,12 @@ class StepPlan:
         read: for decode, the whole cache with the step's own tokens; for extend, the prefix with
             the windows as they are before the step's writes.
         write: destinations of the new tokens.
-        qo_indptr: int32 [batch + 1], first new token of each request; None for decode.
+        extend: how the new tokens are split between requests; None for decode, where each has one.
     """
 
     read: ReadPlan
     write: WritePlan
-    qo_indptr: torch.Tensor | None = None
+    extend: ExtendLens | None = None
 
     def first_rows(self, batch_size: int) -> StepPlan:
         """The plan of the first requests, sharing memory with this one."""
@@ -168,6 +189,7 @@ class WindowTables:
         out_cache_loc: torch.Tensor,
         req_to_token: torch.Tensor,
         max_prefix_len: int,
+        extend_lens_cpu: Sequence[int],
     ) -> StepPlan:
         """Plan a step of several new tokens per request; assigns sink groups to those that start.
 
@@ -178,10 +200,12 @@ class WindowTables:
             out_cache_loc: int64 [num_tokens], slots of the new tokens.
             req_to_token: int32 [num_rows, max_context_len].
             max_prefix_len: at least the longest of prefix_lens.
+            extend_lens_cpu: extend_lens on the host.
         """
         self._start_step()
         rows, prefix_lens, extend_lens = rows.long(), prefix_lens.long(), extend_lens.long()
         out_cache_loc = out_cache_loc.long()
+        host_indptr = torch.tensor([0, *accumulate(extend_lens_cpu)], dtype=torch.int32)
         qo_indptr = torch.nn.functional.pad(extend_lens.cumsum(0), (1, 0))  # [batch + 1]
         request = torch.repeat_interleave(
             extend_lens, output_size=out_cache_loc.shape[0]
@@ -206,7 +230,7 @@ class WindowTables:
         return StepPlan(
             self._read_plan(rows, prefix_lens, sink_group, req_to_token, max_prefix_len),
             WritePlan(out_cache_loc, ring_index, self._sink_index(tag, position)),
-            qo_indptr.int(),
+            ExtendLens(qo_indptr.int(), host_indptr, max_prefix_len > 0),
         )
 
     def _read_plan(

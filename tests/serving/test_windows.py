@@ -142,6 +142,7 @@ class FakeScheduler:
             torch.tensor(locs),
             self.req_to_token,
             int(prefix.max()),
+            [count for _, count in batch],
         )
         self.check_reads(plan, [request for request, _ in batch])
         written = []

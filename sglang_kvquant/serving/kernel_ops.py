@@ -1,0 +1,156 @@
+"""The steps of serving as kernels on CUDA, behind :class:`.ops.AttentionOps`."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from ..kernels.decode import DecodeWorkspace, decode
+from ..kernels.extend import FlashInferCausal, extend
+from ..kernels.rotate_query import rotate_query
+from ..kernels.write import write_kv
+from ..layout import PackedKV, WindowKV
+from ..reference.write import LayerTransform
+from .windows import ExtendLens, StepPlan, WritePlan
+
+FLASHINFER_WORKSPACE_BYTES = 128 * 2**20
+
+
+class KernelOps:
+    """Kernels for write, decode and extend.
+
+    The causal part of an extend step goes through FlashInfer when it is installed and the model
+    computes in 16 bits, else through our own kernel; the name says which.
+
+    Args:
+        max_context_len: longest sequence, which sizes the splits of decode.
+        use_flashinfer: None to take it when installed.
+    """
+
+    supports_cuda_graph = True
+
+    def __init__(self, max_context_len: int, use_flashinfer: bool | None = None) -> None:
+        self.max_context_len = max_context_len
+        if use_flashinfer is None:
+            use_flashinfer = importlib.util.find_spec("flashinfer") is not None
+        self.use_flashinfer = use_flashinfer
+        chunk = "FlashInfer" if use_flashinfer else "our own kernel"
+        self.name = f"kernels, the current chunk of a prefill by {chunk}"
+        # Captured steps keep the workspace of their batch size, so none is ever replaced.
+        self._workspaces: dict[int, DecodeWorkspace] = {}
+        self._causal: FlashInferCausal | None = None
+        self._planned: ExtendLens | None = None
+
+    def rotate_query(self, q: torch.Tensor, transform: LayerTransform) -> torch.Tensor:
+        rotation = transform.k_rotation
+        if rotation is None:
+            return q
+        return rotate_query(q, rotation, rotation.shape[0])
+
+    def write_kv(
+        self,
+        packed: PackedKV,
+        window: WindowKV,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        transform: LayerTransform,
+        write: WritePlan,
+        with_ring: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return write_kv(
+            packed,
+            window,
+            k,
+            v,
+            transform,
+            write.out_cache_loc,
+            write.ring_index if with_ring else None,
+            write.sink_index,
+            emit=not with_ring,
+        )
+
+    def write_ring(
+        self, window: WindowKV, k_rot: torch.Tensor, v_rot: torch.Tensor, write: WritePlan
+    ) -> None:
+        num_columns = window.recent_tokens
+        if num_columns == 0:
+            return
+        # Tokens that are not kept go to row 0, SGLang's dummy: selecting the others would make the
+        # host wait for their number.
+        index = write.ring_index.clamp(min=0)
+        row = torch.div(index, num_columns, rounding_mode="floor")
+        row = row.where(write.ring_index >= 0, 0)
+        column = index % num_columns
+        window.ring_k[row, :, column] = k_rot.to(window.ring_k.dtype)
+        window.ring_v[row, :, column] = v_rot.to(window.ring_v.dtype)
+
+    def _workspace(self, q: torch.Tensor, packed: PackedKV, window: WindowKV) -> DecodeWorkspace:
+        batch, num_q_heads, head_dim = q.shape
+        if batch not in self._workspaces:
+            self._workspaces[batch] = DecodeWorkspace.allocate(
+                batch,
+                num_q_heads,
+                packed.k_codes.shape[1],
+                head_dim,
+                self.max_context_len,
+                window.sink_tokens + window.recent_tokens,
+                q.device,
+            )
+        return self._workspaces[batch]
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        packed: PackedKV,
+        window: WindowKV,
+        plan: StepPlan,
+        sm_scale: float,
+    ) -> torch.Tensor:
+        workspace = self._workspace(q, packed, window)
+        out, _ = decode(q, packed, window, plan.read, sm_scale, workspace=workspace)
+        return out
+
+    def _plan_causal(
+        self, lens: ExtendLens, q: torch.Tensor, num_kv_heads: int, sm_scale: float
+    ) -> FlashInferCausal | None:
+        """FlashInfer's kernel, planned for this step; None to use our own."""
+        if not self.use_flashinfer or q.dtype == torch.float32:
+            return None
+        if self._causal is None:
+            space = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
+            self._causal = FlashInferCausal(space)
+        if self._planned is not lens:
+            _, num_q_heads, head_dim = q.shape
+            self._causal.plan(
+                lens.qo_indptr_cpu, num_q_heads, num_kv_heads, head_dim, sm_scale, q.dtype
+            )
+            self._planned = lens
+        return self._causal
+
+    def extend(
+        self,
+        q: torch.Tensor,
+        k_rot: torch.Tensor,
+        v_rot: torch.Tensor,
+        packed: PackedKV,
+        window: WindowKV,
+        plan: StepPlan,
+        sm_scale: float,
+    ) -> torch.Tensor:
+        lens = plan.extend
+        assert lens is not None
+        out, _ = extend(
+            q,
+            k_rot,
+            v_rot,
+            lens.qo_indptr,
+            packed,
+            window,
+            plan.read,
+            sm_scale,
+            max_extend_len=lens.max_extend_len,
+            has_prefix=lens.has_prefix,
+            causal=self._plan_causal(lens, q, k_rot.shape[1], sm_scale),
+        )
+        return out
