@@ -2,7 +2,8 @@
 
 Mirrors :mod:`sglang_kvquant.reference.write`. Given the same rotated rows, codes, scales and
 zeros are bit-exact to :mod:`sglang_kvquant.quantizer`: scale and zero come from the same fp32
-operations, each correctly rounded, and codes from comparisons that agree with the rounded division.
+operations, each correctly rounded, and codes from comparisons that agree with the rounded
+division.
 """
 
 from __future__ import annotations
