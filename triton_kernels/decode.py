@@ -66,25 +66,44 @@ class DecodeWorkspace:
         max_kv_len: int,
         window_tokens: int,
         device: torch.device | str,
+        reuse: DecodeWorkspace | None = None,
     ) -> DecodeWorkspace:
         """Buffers for every batch up to max_batch, with splits that fill the GPU at max_batch.
 
         Args:
             max_batch: requests of the largest step; a workspace per captured batch size splits
-                small batches finer and may share nothing with the others.
+                small batches finer.
             num_q_heads, num_kv_heads, head_dim: of this rank.
             max_kv_len: upper bound of the tokens of a request, known on the host.
             window_tokens: sink_tokens + recent_tokens.
             device: where the cache is.
+            reuse: a workspace whose buffers are shared when they are large enough; for steps that
+                follow each other on one stream.
         """
         pairs = max_batch * num_kv_heads * -(-num_q_heads // num_kv_heads // 8)
         slots = CTAS_PER_SM * _num_sms(device)
         num_splits, min_tokens = choose_splits(pairs, slots, max_kv_len)
         window_splits = choose_window_splits(pairs, slots, window_tokens)
-        space = cls.with_splits(
-            max_batch, num_q_heads, head_dim, num_splits, window_splits, device
+        rows = max_batch * num_q_heads * (num_splits + window_splits)
+        space = reuse
+        if reuse is None or not reuse.holds(rows, head_dim, max_batch * num_q_heads):
+            space = cls.with_splits(
+                max_batch, num_q_heads, head_dim, num_splits, window_splits, device
+            )
+        return dataclasses.replace(
+            space,
+            num_splits=num_splits,
+            window_splits=window_splits,
+            min_split_tokens=min_tokens,
         )
-        return dataclasses.replace(space, min_split_tokens=min_tokens)
+
+    def holds(self, rows: int, head_dim: int, num_counters: int) -> bool:
+        """Whether the buffers are large enough for that many partial rows."""
+        return (
+            self.o_parts.numel() >= rows * head_dim
+            and self.lse_parts.numel() >= rows
+            and self.counters.numel() >= num_counters
+        )
 
 
 def _num_sms(device: torch.device | str) -> int:
@@ -193,8 +212,8 @@ def decode(
             window.sink_tokens + window.recent_tokens,
             q.device,
         )
-    num_parts = workspace.num_splits + workspace.window_splits
-    if batch * num_q_heads * num_parts > workspace.lse_parts.numel():
+    rows = batch * num_q_heads * (workspace.num_splits + workspace.window_splits)
+    if not workspace.holds(rows, head_dim, batch * num_q_heads):
         raise ValueError("the decode workspace is smaller than this batch needs")
     if batch == 0:
         return out, lse

@@ -278,3 +278,12 @@ def test_split_choice(batch, max_kv_len):
     if max_kv_len == 131072:
         assert pairs * splits >= slots and max_kv_len / splits <= 16384
     assert 1 <= kernel.choose_window_splits(pairs, slots, 320) <= 5
+
+
+def test_workspace_is_shared_when_large_enough():
+    large = kernel.DecodeWorkspace.allocate(16, 8, 2, 64, 4096, 320, "cpu")
+    small = kernel.DecodeWorkspace.allocate(2, 8, 2, 64, 256, 320, "cpu", reuse=large)
+    assert small.o_parts is large.o_parts and small.counters is large.counters
+    assert (small.num_splits, large.num_splits) == (1, 16)
+    other = kernel.DecodeWorkspace.allocate(64, 8, 2, 64, 4096, 320, "cpu", reuse=small)
+    assert other.o_parts is not large.o_parts
