@@ -88,6 +88,9 @@ class KernelOps:
     def _workspace(self, q: torch.Tensor, packed: PackedKV, window: WindowKV) -> DecodeWorkspace:
         batch, num_q_heads, head_dim = q.shape
         if batch not in self._workspaces:
+            # All steps follow each other on one stream, so workspaces may share buffers.
+            spaces = self._workspaces.values()
+            largest = max(spaces, key=lambda space: space.o_parts.numel(), default=None)
             self._workspaces[batch] = DecodeWorkspace.allocate(
                 batch,
                 num_q_heads,
@@ -96,6 +99,7 @@ class KernelOps:
                 self.max_context_len,
                 window.sink_tokens + window.recent_tokens,
                 q.device,
+                reuse=largest,
             )
         return self._workspaces[batch]
 
