@@ -182,7 +182,10 @@ class FakeScheduler:
             (self.ring, plan.write.ring_index),
             (self.sinks, plan.write.sink_index),
         ):
-            buffer[index[index >= 0]] = values[index >= 0]
+            kept = index[index >= 0]
+            # A GPU writes in no order: two tokens of a step must not share a place.
+            assert len(kept.unique()) == len(kept)
+            buffer[kept] = values[index >= 0]
 
     def check_reads(self, plan: StepPlan, batch: list[Request]) -> None:
         """Whatever a plan reads is this request's token at that position."""
