@@ -30,7 +30,7 @@ from .settings import OptRSettings
 BASES = {"oscar": ("oscar", "oscar-per-head"), "optr": ("quarot", "oscar", "oscar-per-head")}
 """Bases of each calibrated method."""
 
-DEFAULT_BASE = {"oscar": "oscar", "optr": "oscar"}
+DEFAULT_BASE = {"oscar": "oscar", "optr": "quarot"}
 
 MIN_CALIBRATION_TOKENS = 1024
 """Second moments of head_dim 128 need many more rows than dimensions: fewer tokens give matrices
