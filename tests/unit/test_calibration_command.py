@@ -39,7 +39,7 @@ def test_optr_checkpoint(tiny_model, tmp_path, capsys, architecture: str) -> Non
     info = ModelInfo.from_model_path(model)
     check_matches(checkpoint, info, "optr")
     manifest = checkpoint.manifest
-    assert manifest.base == "oscar" and manifest.calibration["settings"]["steps"] == 2
+    assert manifest.base == "quarot" and manifest.calibration["settings"]["steps"] == 2
     assert manifest.calibration["data"] == "default_text.txt"
     assert len(manifest.objective["k_after"]) == info.num_layers
     assert checkpoint.layers[0].k_rotation.shape == (2, 64, 64)
