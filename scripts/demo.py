@@ -174,17 +174,18 @@ def report(model: Path, checkpoint: Path, plain: Run, packed: Run, compute: str)
     info = manifest.model
     layout = GQALayout(info.num_kv_heads, info.head_dim, manifest.quantizer.group_size)
     packed_bytes = layout.bytes_per_token * info.num_layers
-    plain_bytes = layout.bf16_bytes_per_token * info.num_layers
+    bf16_bytes = layout.bf16_bytes_per_token * info.num_layers
+    plain_bytes = bf16_bytes * (2 if compute == "FP32" else 1)
     width = (min(shutil.get_terminal_size((80, 24)).columns, 100) - 4) // 2
     for index, question in enumerate(QUESTIONS):
         print(f"\nQ: {question}")
         print(side_by_side(f"[{compute} cache]", "[2-bit cache]", width))
         print(side_by_side(plain.answers[index], packed.answers[index], width))
-    ratio = plain_bytes / packed_bytes
+    ratio = bf16_bytes / packed_bytes
     print(
-        f"\n{'':24}{'unquantized':>14}{'--kv-quant optr':>18}\n"
+        f"\n{'':24}{compute + ' cache':>14}{'--kv-quant optr':>18}\n"
         f"{'KV bytes per token':24}{plain_bytes:>14,}{packed_bytes:>18,}   "
-        f"({ratio:.1f} times fewer than BF16)\n"
+        f"({ratio:.1f} times fewer than BF16's {bf16_bytes:,})\n"
         f"{'KV capacity, tokens':24}{plain.capacity:>14,}{packed.capacity:>18,}   "
         f"(windows included)\n"
         f"{'tokens per second':24}{plain.tokens_per_second:>14.1f}"
@@ -208,6 +209,7 @@ def main() -> None:
     compute = "BF16" if gpu else "FP32"
     flags = [] if gpu else ["--device", "cpu", "--dtype", "float32"]
     flags += ["--mem-fraction-static", "0.5" if gpu else "0.3", "--max-running-requests", "8"]
+    flags += ["--enable-cache-report"]
     plain_flags = flags if gpu else [*flags, "--attention-backend", "torch_native"]
     model = get_smollm2.build(args.model, ROOT / ".cache" / "downloads")
     checkpoint = calibrate(model, quick=not gpu)
