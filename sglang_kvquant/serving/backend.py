@@ -46,6 +46,7 @@ class KVQuantAttnBackend(AttentionBackend):
         self.token_to_kv_pool = pool
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.tables = pool.tables
+        self.last_layer_id = pool.start_layer + pool.layer_num - 1
         if self.req_to_token_pool.req_to_token.shape[0] != pool.max_requests + 1:
             raise compat.HookError(
                 f"SGLang has {self.req_to_token_pool.req_to_token.shape[0]} request rows, the "
@@ -152,7 +153,7 @@ class KVQuantAttnBackend(AttentionBackend):
         q_rot = self.ops.rotate_query(q, transform)
         self.ops.write_kv(packed, window, k, v, transform, plan.write, with_ring=True)
         out = self.ops.decode(q_rot, packed, window, plan, layer.scaling)
-        return self._finish(out, transform, q)
+        return self._finish(out, transform, layer, q)
 
     def forward_extend(
         self,
@@ -174,7 +175,7 @@ class KVQuantAttnBackend(AttentionBackend):
         out = self.ops.extend(q_rot, k_rot, v_rot, packed, window, plan, layer.scaling)
         # The new tokens overwrite ring columns that this step's queries still had to read.
         self.ops.write_ring(window, k_rot, v_rot, plan.write)
-        return self._finish(out, transform, q)
+        return self._finish(out, transform, layer, q)
 
     def _prepare(
         self,
@@ -201,9 +202,11 @@ class KVQuantAttnBackend(AttentionBackend):
         )
 
     def _finish(
-        self, out: torch.Tensor, transform: LayerTransform, q: torch.Tensor
+        self, out: torch.Tensor, transform: LayerTransform, layer: Any, q: torch.Tensor
     ) -> torch.Tensor:
         """Leave the frame of R_V where o_proj does not: [num_tokens, num_q_heads * head_dim]."""
+        if layer.layer_id == self.last_layer_id:
+            self.ops.finish_step()
         if transform.v_rotation is not None:
             out = rotate_heads(out.float(), transform.v_rotation.transpose(-1, -2))
         return out.to(q.dtype).flatten(1)

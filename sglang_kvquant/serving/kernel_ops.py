@@ -85,6 +85,9 @@ class KernelOps:
         window.ring_k[row, :, column] = k_rot.to(window.ring_k.dtype)
         window.ring_v[row, :, column] = v_rot.to(window.ring_v.dtype)
 
+    def finish_step(self) -> None:
+        pass
+
     def _workspace(self, q: torch.Tensor, packed: PackedKV, window: WindowKV) -> DecodeWorkspace:
         batch, num_q_heads, head_dim = q.shape
         if batch not in self._workspaces:

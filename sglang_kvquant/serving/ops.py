@@ -50,6 +50,10 @@ class AttentionOps(Protocol):
     ) -> None:
         """Copy rotated rows to the rings; follows :meth:`write_kv` of the same step."""
 
+    def finish_step(self) -> None:
+        """Called after the last layer of every step; codes may be stored as late as this, except
+        where the step itself reads them (a decode step without a ring does)."""
+
     def decode(
         self,
         q: torch.Tensor,

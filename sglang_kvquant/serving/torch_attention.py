@@ -78,17 +78,19 @@ def _runs(index: torch.Tensor) -> list[tuple[int, int]]:
 class WindowPlaces:
     """Tokens of a step that go to a window, with their row and column."""
 
-    token: torch.Tensor  # int64 [num_kept]
+    token: torch.Tensor | None  # int64 [num_kept]; None for all tokens
     row: torch.Tensor  # int64 [num_kept]
     column: torch.Tensor  # int64 [num_kept]
 
     @classmethod
     def of(cls, index: torch.Tensor, num_columns: int) -> WindowPlaces | None:
         """From an index of WritePlan; None when no token goes there."""
-        token = (index >= 0).nonzero().squeeze(-1)
+        num_tokens, token = len(index), (index >= 0).nonzero().squeeze(-1)
         if not len(token):
             return None
-        return cls(token, index[token] // num_columns, index[token] % num_columns)
+        index = index[token]
+        kept = None if len(token) == num_tokens else token
+        return cls(kept, index // num_columns, index % num_columns)
 
     def store(
         self,
@@ -98,8 +100,10 @@ class WindowPlaces:
         v_rot: torch.Tensor,
     ) -> None:
         """As reference.write.write_window."""
-        buffer_k[self.row, :, self.column] = k_rot[self.token].to(buffer_k.dtype)
-        buffer_v[self.row, :, self.column] = v_rot[self.token].to(buffer_v.dtype)
+        if self.token is not None:
+            k_rot, v_rot = k_rot[self.token], v_rot[self.token]
+        buffer_k[self.row, :, self.column] = k_rot.to(buffer_k.dtype)
+        buffer_v[self.row, :, self.column] = v_rot.to(buffer_v.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,27 +116,34 @@ class Places:
     sink: WindowPlaces | None
 
 
-def _write_packed(
-    packed: PackedKV,
-    k_rot: torch.Tensor,
-    v_rot: torch.Tensor,
-    quantizer: QuantizerConfig,
-    places: Places,
-) -> None:
-    """Like reference.write.write_packed, keys and values in one pass."""
+@dataclass(frozen=True, slots=True)
+class LayerRows:
+    """New rows of one layer that are still to be stored in its packed cache."""
+
+    packed: PackedKV
+    k_rot: torch.Tensor  # fp32 [num_tokens, num_kv_heads, head_dim]
+    v_rot: torch.Tensor  # likewise
+
+
+def _write_packed(layers: list[LayerRows], quantizer: QuantizerConfig, places: Places) -> None:
+    """Like reference.write.write_packed, for keys and values of several layers in one pass."""
     group_size = quantizer.group_size
+    k_rows = torch.stack([layer.k_rot for layer in layers])
+    v_rows = torch.stack([layer.v_rot for layer in layers])
     rows = torch.stack(
         [
-            clip_rows(k_rot, quantizer.k_clip, group_size),
-            clip_rows(v_rot, quantizer.v_clip, group_size),
+            clip_rows(k_rows, quantizer.k_clip, group_size),
+            clip_rows(v_rows, quantizer.v_clip, group_size),
         ]
-    )  # [2, num_tokens, num_kv_heads, head_dim]
+    )  # [2, num_layers, num_tokens, num_kv_heads, head_dim]
     scale, zero = choose_qparams(rows, group_size)
     codes = pack_codes(assign_codes(rows, scale, zero, group_size))
     meta = torch.stack([scale, zero], dim=-1)
     page, offset = places.page, places.offset
-    packed.k_codes[page, :, offset], packed.v_codes[page, :, offset] = codes.unbind()
-    packed.k_meta[page, :, offset], packed.v_meta[page, :, offset] = meta.unbind()
+    for i, layer in enumerate(layers):
+        packed = layer.packed
+        packed.k_codes[page, :, offset], packed.v_codes[page, :, offset] = codes[:, i].unbind()
+        packed.k_meta[page, :, offset], packed.v_meta[page, :, offset] = meta[:, i].unbind()
 
 
 class TorchOps:
@@ -147,6 +158,10 @@ class TorchOps:
         self._sources: list[Sources] = []
         self._write: WritePlan | None = None
         self._places: Places | None = None
+        # Rows of a decode step, whose codes are made for all layers at once: the step itself
+        # reads its tokens from the ring, and small tensors cost as much as larger ones.
+        self._pending: list[LayerRows] = []
+        self._quantizer: QuantizerConfig | None = None
 
     def rotate_query(self, q: torch.Tensor, transform: LayerTransform) -> torch.Tensor:
         q = q.float()
@@ -164,7 +179,12 @@ class TorchOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         places = self._place(write, packed, window)
         k_rot, v_rot = rotate_kv(k, v, transform)
-        _write_packed(packed, k_rot, v_rot, transform.quantizer, places)
+        rows = LayerRows(packed, k_rot, v_rot)
+        if with_ring and window.recent_tokens:
+            self._pending.append(rows)
+            self._quantizer = transform.quantizer
+        else:
+            _write_packed([rows], transform.quantizer, places)
         if with_ring and places.ring is not None:
             places.ring.store(window.ring_k, window.ring_v, k_rot, v_rot)
         if places.sink is not None:
@@ -179,8 +199,16 @@ class TorchOps:
         if self._places.ring is not None:
             self._places.ring.store(window.ring_k, window.ring_v, k_rot, v_rot)
 
+    def finish_step(self) -> None:
+        if self._pending:
+            assert self._places is not None and self._quantizer is not None
+            _write_packed(self._pending, self._quantizer, self._places)
+            self._pending = []
+
     def _place(self, write: WritePlan, packed: PackedKV, window: WindowKV) -> Places:
         if self._write is not write or self._places is None:
+            if self._pending:
+                raise RuntimeError("a step began before the last one was finished")
             loc = write.out_cache_loc
             self._places = Places(
                 loc // packed.page_size,

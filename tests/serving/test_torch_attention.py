@@ -140,6 +140,7 @@ def run_traffic(ops, layout, group, windows, transform, num_steps, tolerance) ->
             reference_write.write_window(
                 ref_window.ring_k, ref_window.ring_v, ref_k, ref_v, plan.write.ring_index
             )
+        ops.finish_step()
         largest = max(1.0, float(expected.abs().max()))
         assert float((ours - expected).abs().max()) < tolerance * largest
         for mine, theirs in ((packed, ref_packed), (window, ref_window)):
@@ -193,6 +194,22 @@ def test_ring_write_needs_the_write_of_its_step():
     k_rot, v_rot = ops.write_kv(packed, window, k, v, transform, plans[0].write, with_ring=False)
     with pytest.raises(RuntimeError, match="same step"):
         ops.write_ring(window, k_rot, v_rot, plans[1].write)
+
+
+def test_codes_of_a_decode_step_are_made_before_the_next_step():
+    layout, windows = GQALayout(2, 64, 64, 1), WindowConfig(8, 16)
+    cache, transform, ops = Cache(layout, windows), random_transform(layout), TorchOps()
+    packed, window = cache.sets[0]
+    k, v = torch.randn(2, 1, 2, 64).unbind()
+    lengths = {1: 0}
+    cache.tables.note_new_rows([1])
+    first = cache.plan([1], [1], lengths, decode=False)
+    ops.write_kv(packed, window, k, v, transform, first.write, with_ring=False)
+    second = cache.plan([1], [1], lengths, decode=True)
+    ops.write_kv(packed, window, k, v, transform, second.write, with_ring=True)
+    third = cache.plan([1], [1], lengths, decode=True)
+    with pytest.raises(RuntimeError, match="before the last one was finished"):
+        ops.write_kv(packed, window, k, v, transform, third.write, with_ring=True)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

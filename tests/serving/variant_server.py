@@ -19,13 +19,13 @@ from sglang_kvquant.serving.torch_attention import DenseKV, TorchOps
 _rows: dict[int, torch.Tensor] = {}  # address of a layer's k_codes -> [2, slots, heads, head_dim]
 
 
-def _keep(packed, k_rot, v_rot, quantizer, places):
-    num_pages, num_kv_heads, page_size, _ = packed.k_codes.shape
-    rows = _rows.setdefault(
-        packed.k_codes.data_ptr(),
-        torch.full((2, num_pages * page_size, num_kv_heads, k_rot.shape[-1]), torch.nan),
-    )
-    rows[0, places.page], rows[1, places.page] = k_rot, v_rot
+def _keep(layers, quantizer, places):
+    for layer in layers:
+        num_pages, num_kv_heads, page_size, _ = layer.packed.k_codes.shape
+        shape = (2, num_pages * page_size, num_kv_heads, layer.k_rot.shape[-1])
+        empty = torch.full(shape, torch.nan)
+        rows = _rows.setdefault(layer.packed.k_codes.data_ptr(), empty)
+        rows[0, places.page], rows[1, places.page] = layer.k_rot, layer.v_rot
 
 
 class ExactKV(DenseKV):
