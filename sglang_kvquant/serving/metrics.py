@@ -35,6 +35,25 @@ class DeviceCounters:
             slot.copy_(counter.squeeze(), non_blocking=True)
 
 
+def constants(pool: PackedKVPool) -> dict[str, tuple[str, int]]:
+    """What never changes while a server runs: name, text and value."""
+    shape = pool.shape
+    return {
+        "bytes_per_token": (
+            "Bytes of a token in the packed KV cache of this rank.",
+            shape.num_layers * shape.layout.bytes_per_token,
+        ),
+        "bf16_bytes_per_token": (
+            "Bytes of a token in an unquantized BF16 KV cache of this rank.",
+            shape.num_layers * shape.layout.bf16_bytes_per_token,
+        ),
+        "pool_tokens": ("Tokens that the packed KV cache holds.", pool.size),
+        "window_bytes": ("Bytes of all BF16 windows.", pool.window_nbytes()),
+        "running_requests_limit": ("Running requests that have BF16 windows.", pool.max_requests),
+        "sink_groups": ("Groups of BF16 sink tokens.", pool.tables.num_groups),
+    }
+
+
 class PoolMetrics:
     """Gauges and counters of one scheduler; exists from the first time SGLang logs statistics."""
 
@@ -42,26 +61,7 @@ class PoolMetrics:
         # Like SGLang's own: only after PROMETHEUS_MULTIPROC_DIR is set may this be imported.
         from prometheus_client import Counter, Gauge
 
-        shape = pool.shape
-        layer = shape.layout
-        gauges = {
-            "bytes_per_token": (
-                "Bytes of a token in the packed KV cache of this rank.",
-                shape.num_layers * layer.bytes_per_token,
-            ),
-            "bf16_bytes_per_token": (
-                "Bytes of a token in an unquantized BF16 KV cache of this rank.",
-                shape.num_layers * layer.bf16_bytes_per_token,
-            ),
-            "pool_tokens": ("Tokens that the packed KV cache holds.", pool.size),
-            "window_bytes": ("Bytes of all BF16 windows.", pool.window_nbytes()),
-            "running_requests_limit": (
-                "Running requests that have BF16 windows.",
-                pool.max_requests,
-            ),
-            "sink_groups": ("Groups of BF16 sink tokens.", pool.tables.num_groups),
-        }
-        for name, (text, value) in gauges.items():
+        for name, (text, value) in constants(pool).items():
             gauge = Gauge(f"kvquant_{name}", text, labels.keys(), multiprocess_mode="mostrecent")
             gauge.labels(**labels).set(value)
         self.device = DeviceCounters(

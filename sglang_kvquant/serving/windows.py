@@ -176,8 +176,7 @@ class WindowTables:
         self._tag_slots(out_cache_loc, tag)
         sink_group = self._sink_table(rows, seq_lens, req_to_token)
         self._touch(sink_group, self.row_tag[rows])
-        recent = self.windows.recent_tokens
-        ring_index = rows * recent + position % recent if recent else self._nowhere(position)
+        ring_index = self._ring_index(rows, position, seq_lens)
         write = WritePlan(out_cache_loc, ring_index, self._sink_index(tag, position))
         return StepPlan(self._read_plan(rows, seq_lens, sink_group, req_to_token, max_len), write)
 
@@ -205,33 +204,41 @@ class WindowTables:
         self._start_step()
         rows, prefix_lens, extend_lens = rows.long(), prefix_lens.long(), extend_lens.long()
         out_cache_loc = out_cache_loc.long()
-        host_indptr = torch.tensor([0, *accumulate(extend_lens_cpu)], dtype=torch.int32)
-        qo_indptr = torch.nn.functional.pad(extend_lens.cumsum(0), (1, 0))  # [batch + 1]
-        request = torch.repeat_interleave(
-            extend_lens, output_size=out_cache_loc.shape[0]
-        )  # [num_tokens]
-        token = torch.arange(out_cache_loc.shape[0], device=self.device)
-        position = prefix_lens[request] + token - qo_indptr[request]  # [num_tokens]
-
+        request, position, lens = self._new_tokens(
+            prefix_lens, extend_lens, extend_lens_cpu, max_prefix_len > 0
+        )
         self.ring_start[rows] = torch.minimum(self.ring_start[rows], prefix_lens)
         sink_group = self._sink_table(rows, prefix_lens, req_to_token)
-        in_prefix = self._sink_columns < prefix_lens.unsqueeze(1)  # [batch, sink_tokens]
-        self.sink_misses += (in_prefix & (sink_group < 0)).sum()
+        self._count_misses(sink_group, prefix_lens)
         self._touch(sink_group, self.row_tag[rows])
         self._assign_groups(rows, prefix_lens)
 
         tag = self._writable_tag(rows[request], position)
         self._tag_slots(out_cache_loc, tag)
-        ring_index = self._nowhere(position)
-        recent = self.windows.recent_tokens
-        if recent:
-            stays = position >= (prefix_lens + extend_lens - recent)[request]
-            ring_index = (rows[request] * recent + position % recent).where(stays, ring_index)
+        ring_index = self._ring_index(
+            rows[request], position, (prefix_lens + extend_lens)[request]
+        )
         return StepPlan(
             self._read_plan(rows, prefix_lens, sink_group, req_to_token, max_prefix_len),
             WritePlan(out_cache_loc, ring_index, self._sink_index(tag, position)),
-            ExtendLens(qo_indptr.int(), host_indptr, max_prefix_len > 0),
+            lens,
         )
+
+    def _new_tokens(
+        self,
+        prefix_lens: torch.Tensor,
+        extend_lens: torch.Tensor,
+        extend_lens_cpu: Sequence[int],
+        has_prefix: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, ExtendLens]:
+        """Request and position of every new token, int64 [num_tokens], and how they are split."""
+        host_indptr = torch.tensor([0, *accumulate(extend_lens_cpu)], dtype=torch.int32)
+        num_tokens = int(host_indptr[-1])
+        qo_indptr = torch.nn.functional.pad(extend_lens.cumsum(0), (1, 0))  # [batch + 1]
+        request = torch.repeat_interleave(extend_lens, output_size=num_tokens)
+        token = torch.arange(num_tokens, device=self.device)
+        position = prefix_lens[request] + token - qo_indptr[request]
+        return request, position, ExtendLens(qo_indptr.int(), host_indptr, has_prefix)
 
     def _read_plan(
         self,
@@ -251,8 +258,14 @@ class WindowTables:
             sink_group=sink_group.int(),
         )
 
-    def _nowhere(self, position: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(position, -1)
+    def _ring_index(
+        self, rows: torch.Tensor, position: torch.Tensor, seq_lens: torch.Tensor
+    ) -> torch.Tensor:
+        """Place of new tokens in the rings, -1 for those that the same step pushes out again."""
+        recent = self.windows.recent_tokens
+        if not recent:
+            return torch.full_like(position, -1)
+        return (rows * recent + position % recent).where(position >= seq_lens - recent, -1)
 
     def _valid(self, tag: torch.Tensor) -> torch.Tensor:
         """Whether tags name a group that was not taken away since."""
@@ -281,6 +294,10 @@ class WindowTables:
         tag = self.slot_tag[slots.long()]
         known = self._valid(tag) & (columns < kv_lens.unsqueeze(1))
         return (tag % max(self.num_groups, 1)).where(known, -1)
+
+    def _count_misses(self, sink_group: torch.Tensor, prefix_lens: torch.Tensor) -> None:
+        in_prefix = self._sink_columns < prefix_lens.unsqueeze(1)  # [batch, sink_tokens]
+        self.sink_misses += (in_prefix & (sink_group < 0)).sum()
 
     def _touch(self, sink_group: torch.Tensor, row_tag: torch.Tensor) -> None:
         """Mark the groups that a step reads or will write as used now."""
