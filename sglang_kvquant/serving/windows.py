@@ -170,14 +170,10 @@ class WindowTables:
             max_len: at least the longest of seq_lens; sets the width of the page table.
         """
         self._start_step()
-        rows, seq_lens, out_cache_loc = rows.long(), seq_lens.long(), out_cache_loc.long()
-        position = seq_lens - 1  # [batch]
-        tag = self._writable_tag(rows, position)
-        self._tag_slots(out_cache_loc, tag)
+        rows, seq_lens = rows.long(), seq_lens.long()
+        write = self._write_plan(rows, seq_lens - 1, seq_lens, out_cache_loc.long())
         sink_group = self._sink_table(rows, seq_lens, req_to_token)
         self._touch(sink_group, self.row_tag[rows])
-        ring_index = self._ring_index(rows, position, seq_lens)
-        write = WritePlan(out_cache_loc, ring_index, self._sink_index(tag, position))
         return StepPlan(self._read_plan(rows, seq_lens, sink_group, req_to_token, max_len), write)
 
     def plan_extend(
@@ -203,7 +199,6 @@ class WindowTables:
         """
         self._start_step()
         rows, prefix_lens, extend_lens = rows.long(), prefix_lens.long(), extend_lens.long()
-        out_cache_loc = out_cache_loc.long()
         request, position, lens = self._new_tokens(
             prefix_lens, extend_lens, extend_lens_cpu, max_prefix_len > 0
         )
@@ -213,16 +208,10 @@ class WindowTables:
         self._touch(sink_group, self.row_tag[rows])
         self._assign_groups(rows, prefix_lens)
 
-        tag = self._writable_tag(rows[request], position)
-        self._tag_slots(out_cache_loc, tag)
-        ring_index = self._ring_index(
-            rows[request], position, (prefix_lens + extend_lens)[request]
-        )
-        return StepPlan(
-            self._read_plan(rows, prefix_lens, sink_group, req_to_token, max_prefix_len),
-            WritePlan(out_cache_loc, ring_index, self._sink_index(tag, position)),
-            lens,
-        )
+        seq_lens = (prefix_lens + extend_lens)[request]
+        write = self._write_plan(rows[request], position, seq_lens, out_cache_loc.long())
+        read = self._read_plan(rows, prefix_lens, sink_group, req_to_token, max_prefix_len)
+        return StepPlan(read, write, lens)
 
     def _new_tokens(
         self,
@@ -258,6 +247,23 @@ class WindowTables:
             sink_group=sink_group.int(),
         )
 
+    def _write_plan(
+        self,
+        rows: torch.Tensor,
+        position: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+    ) -> WritePlan:
+        """Places of new tokens, all arguments int64 [num_tokens]; tags their slots, which clears
+        whatever an earlier tenant left there."""
+        tag = self.row_tag[rows]
+        writes_sink = (position < self.windows.sink_tokens) & self._valid(tag)
+        tag = tag.where(writes_sink, NO_TAG)
+        self.slot_tag[out_cache_loc] = tag
+        group = tag % max(self.num_groups, 1)
+        sink_index = (group * self.windows.sink_tokens + position).where(writes_sink, -1)
+        return WritePlan(out_cache_loc, self._ring_index(rows, position, seq_lens), sink_index)
+
     def _ring_index(
         self, rows: torch.Tensor, position: torch.Tensor, seq_lens: torch.Tensor
     ) -> torch.Tensor:
@@ -270,18 +276,6 @@ class WindowTables:
     def _valid(self, tag: torch.Tensor) -> torch.Tensor:
         """Whether tags name a group that was not taken away since."""
         return (tag >= 0) & (self.group_tag[tag % max(self.num_groups, 1)] == tag)
-
-    def _writable_tag(self, rows: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Tag under which new tokens store their sinks, NO_TAG for those that are none."""
-        tag = self.row_tag[rows]
-        return tag.where((position < self.windows.sink_tokens) & self._valid(tag), NO_TAG)
-
-    def _tag_slots(self, out_cache_loc: torch.Tensor, tag: torch.Tensor) -> None:
-        self.slot_tag[out_cache_loc] = tag
-
-    def _sink_index(self, tag: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        group = tag % max(self.num_groups, 1)
-        return (group * self.windows.sink_tokens + position).where(tag >= 0, -1)
 
     def _sink_table(
         self, rows: torch.Tensor, kv_lens: torch.Tensor, req_to_token: torch.Tensor
