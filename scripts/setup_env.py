@@ -20,7 +20,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SGLANG_VERSIONS = ("0.5.17", "0.5.23")
 TORCHVISION = "0.28.0"
-INPUTS = ("pyproject.toml", "requirements", "scripts/setup_env.py", "scripts/torchvision_cpu_shim.py")
+INPUTS = (
+    "pyproject.toml",
+    "requirements",
+    "scripts/setup_env.py",
+    "scripts/torchvision_cpu_shim.py",
+)
 
 
 def has_gpu() -> bool:
@@ -74,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", type=Path, default=Path(".venv"))
     parser.add_argument("--sglang", default=SGLANG_VERSIONS[0], choices=SGLANG_VERSIONS)
-    parser.add_argument("--dev", action="store_true", help="also the tools that tests and lint use")
+    parser.add_argument("--dev", action="store_true", help="also the tools for tests and lint")
     args = parser.parse_args()
     if not (3, 11) <= sys.version_info[:2] <= (3, 12):
         sys.exit(f"setup_env: Python 3.11 or 3.12 is needed, this is {sys.version.split()[0]}.")
@@ -84,7 +89,8 @@ def main() -> None:
     if stamp.exists() and stamp.read_text() == wanted:
         return
     kind = "with a GPU" if gpu else "without a GPU"
-    print(f"Installing SGLang {args.sglang} {kind} into {args.venv} (minutes, several GB)", flush=True)
+    what = f"SGLang {args.sglang} {kind} into {args.venv}"
+    print(f"Installing {what} (minutes, several GB)", flush=True)
     if not (args.venv / "bin" / "python").exists():
         venv.create(args.venv, with_pip=True)
     python = args.venv / "bin" / "python"

@@ -20,7 +20,7 @@ CALIBRATED_METHODS = ("oscar", "optr")
 """Methods that read rotations from a checkpoint."""
 
 HEAD_DIMS = (64, 128, 256)
-"""Head dimensions that are served: Hadamard matrices and OSCAR's bit reversal need powers of two."""
+"""Head dimensions that are served: Hadamard matrices and OSCAR need powers of two."""
 
 GROUP_SIZES = (32, 64, 128)
 
@@ -79,7 +79,9 @@ class QuantizerConfig:
             raise ValueError(f"group_size must be one of {GROUP_SIZES}, got {self.group_size}")
 
     @classmethod
-    def for_method(cls, method: str, head_dim: int, group_size: int | None = None) -> QuantizerConfig:
+    def for_method(
+        cls, method: str, head_dim: int, group_size: int | None = None
+    ) -> QuantizerConfig:
         """Default quantizer of a method: plain min/max for ``rtn``, OSCAR's clips otherwise.
 
         Args:

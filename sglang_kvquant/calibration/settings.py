@@ -19,9 +19,8 @@ class OptRSettings:
     """Hyperparameters of OptR.
 
     The paper (Table A) takes lr 0.02, constant, and the last 64 queries. The defaults here score
-    queries over the whole sequence with a smaller, decaying step: of the settings tried, only these
-    keep the error per layer and the KL divergence of the whole model below those of the centred
-    base on every model measured (docs/accuracy.md).
+    queries over the whole sequence with a smaller, decaying step: of the settings tried they gave
+    the lowest error per layer on every model measured (docs/accuracy.md).
 
     Attributes:
         steps: Adam steps for the keys and again for the values; 0 only centres the keys.

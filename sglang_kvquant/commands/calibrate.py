@@ -36,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--base",
         choices=("quarot", "oscar", "oscar-per-head"),
-        help="rotation itself for oscar (default: oscar), start of learning for optr (default: quarot)",
+        help="rotation of oscar (default: oscar), start of optr (default: quarot)",
     )
     parser.add_argument("--data", metavar="FILE", help="text to calibrate on")
     parser.add_argument(

@@ -1,8 +1,8 @@
 """Triton kernels. Their sources live in the top-level folder ``triton_kernels``.
 
 That folder has no ``__init__.py`` and is never imported under its own name, because
-``sglang-kernel`` ships OpenAI's package ``triton_kernels``, which SGLang looks for. A wheel carries
-the sources as ``sglang_kvquant/kernels/_src``; a checkout finds them beside the package.
+``sglang-kernel`` ships OpenAI's package of that name, which SGLang looks for. A wheel carries the
+sources as ``sglang_kvquant/kernels/_src``; a checkout finds them beside the package.
 """
 
 from pathlib import Path

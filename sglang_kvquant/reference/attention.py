@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from ..layout import PackedKV, ReadPlan, WindowKV, unpack_codes
@@ -133,7 +135,7 @@ def extend(
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
     lse = torch.full(q.shape[:2], float("-inf"), dtype=dtype, device=q.device)
     bounds = qo_indptr.tolist()
-    for request, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for request, (begin, end) in enumerate(itertools.pairwise(bounds)):
         if begin == end:
             continue
         k_old, v_old = gather_kv(packed, window, plan, request, dtype)
