@@ -183,9 +183,7 @@ def test_switches_leave_a_side_at_the_base(train, heldout) -> None:
 
 
 def test_scored_positions() -> None:
-    settings = OptRSettings(
-        num_queries=4, query_selection="last", sink_tokens=4, recent_tokens=8
-    )
+    settings = OptRSettings(num_queries=4, query_selection="last", sink_tokens=4, recent_tokens=8)
     assert settings.query_positions(30).tolist() == [26, 27, 28, 29]
     spread = replace(settings, query_selection="spread").query_positions(30)
     assert spread.tolist() == [12, 18, 23, 29]
