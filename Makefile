@@ -7,7 +7,7 @@ SGLANG ?= 0.5.17
 VENV   ?= .venv
 RUN    := $(VENV)/bin/python
 
-.PHONY: demo test test-sglang test-fast lint format bench env clean
+.PHONY: demo test test-versions test-fast lint format bench env clean
 
 env:
 	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --sglang $(SGLANG) --dev
@@ -18,9 +18,9 @@ demo: env
 test: env
 	$(RUN) -m pytest
 
-# What depends on SGLang's version; CI runs it on the second version as well.
-test-sglang: env
-	$(RUN) -m pytest -m sglang
+# What depends on the versions of SGLang and transformers; CI runs it on the second pair as well.
+test-versions: env
+	$(RUN) -m pytest tests/serving tests/unit/test_calibration_capture.py tests/unit/test_simulation.py
 
 test-fast: env
 	$(RUN) -m pytest -m "not slow"
