@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -200,6 +201,12 @@ def report(model: Path, checkpoint: Path, plain: Run, packed: Run) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "smollm2-135m-instruct")
+    parser.add_argument(
+        "--server-args", default="", metavar="'FLAGS'", help="more flags for both servers"
+    )
+    parser.add_argument(
+        "--unquantized-args", default="", metavar="'FLAGS'", help="more flags for the first one"
+    )
     args = parser.parse_args()
     import torch
 
@@ -209,8 +216,9 @@ def main() -> None:
     gpu = torch.cuda.is_available()
     flags = [] if gpu else ["--device", "cpu", "--dtype", "bfloat16"]
     flags += ["--mem-fraction-static", "0.5" if gpu else "0.3", "--max-running-requests", "8"]
-    flags += ["--enable-cache-report"]
+    flags += ["--enable-cache-report", *shlex.split(args.server_args)]
     plain_flags = flags if gpu else [*flags, "--attention-backend", "torch_native"]
+    plain_flags = [*plain_flags, *shlex.split(args.unquantized_args)]
     model = get_smollm2.build(args.model, ROOT / ".cache" / "downloads")
     checkpoint = calibrate(model, quick=not gpu)
     plain = question_server("unquantized", model, logs / "unquantized.log", plain_flags)
