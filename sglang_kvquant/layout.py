@@ -61,13 +61,13 @@ def unpack_columns(packed: torch.Tensor) -> torch.Tensor:
     """Codes of many rows of each head, a token per column: what a CPU unpacks fastest.
 
     Args:
-        packed: uint8 [length, num_heads, head_dim // 4].
+        packed: uint8 [num_heads, length, head_dim // 4].
 
     Returns:
-        int32 [num_heads, head_dim, length].
+        int16 [num_heads, head_dim, length].
     """
-    words = packed.contiguous().view(torch.int16).permute(1, 2, 0).contiguous().int()
-    shifts = torch.arange(0, 16, BITS_PER_CODE, dtype=torch.int32, device=packed.device)
+    words = packed.contiguous().view(torch.int16).transpose(1, 2).contiguous()
+    shifts = torch.arange(0, 16, BITS_PER_CODE, dtype=torch.int16, device=packed.device)
     fields = words.unsqueeze(1) >> shifts.view(-1, 1, 1)  # [num_heads, 8, head_dim // 8, length]
     return fields.bitwise_and_(MAX_CODE).flatten(1, 2)
 

@@ -37,13 +37,12 @@ class Sources:
     """Where one request reads its keys: every cached position is in exactly one of them."""
 
     pieces: tuple[Piece, ...]
-    page: (
-        torch.Tensor | None
-    )  # int64 [num_packed]; None when nothing is read from the packed cache
-    offset: torch.Tensor | None  # int64 [num_packed]
+    # int64 [num_kv_heads * num_packed], rows of the packed buffers, head by head; None when
+    # nothing is read from the packed cache.
+    packed_rows: torch.Tensor | None
 
 
-def locate(plan: ReadPlan, request: int, page_size: int, recent_tokens: int) -> Sources:
+def locate(plan: ReadPlan, request: int, packed: PackedKV, recent_tokens: int) -> Sources:
     """Split the positions of one request by where they are read from, as ReadPlan defines it."""
     kv_len, ring_begin = int(plan.kv_lens[request]), int(plan.ring_begin[request])
     groups = plan.sink_group[request, :kv_len].long()  # [min(kv_len, sink_tokens)]
@@ -60,11 +59,14 @@ def locate(plan: ReadPlan, request: int, page_size: int, recent_tokens: int) -> 
         columns = (position[in_ring] % recent_tokens).sort().values
         row = int(plan.ring_row[request])
         pieces += [Piece(False, row, begin, end) for begin, end in _runs(columns)]
-    packed = position[~in_sink & ~in_ring]
-    if not len(packed):
-        return Sources(tuple(pieces), None, None)
-    page = plan.page_table[request, packed // page_size].long()
-    return Sources(tuple(pieces), page, packed % page_size)
+    middle = position[~in_sink & ~in_ring]
+    if not len(middle):
+        return Sources(tuple(pieces), None)
+    page = plan.page_table[request, middle // packed.page_size].long()
+    num_kv_heads = packed.k_codes.shape[1]
+    head = torch.arange(num_kv_heads, device=page.device).unsqueeze(1)  # [num_kv_heads, 1]
+    rows = (page * num_kv_heads + head) * packed.page_size + middle % packed.page_size
+    return Sources(tuple(pieces), rows.flatten())
 
 
 def _runs(index: torch.Tensor) -> list[tuple[int, int]]:
@@ -222,7 +224,7 @@ class TorchOps:
     def _locate_all(self, plan: ReadPlan, packed: PackedKV, window: WindowKV) -> list[Sources]:
         if plan is not self._plan:
             self._sources = [
-                locate(plan, request, packed.page_size, window.recent_tokens)
+                locate(plan, request, packed, window.recent_tokens)
                 for request in range(plan.kv_lens.shape[0])
             ]
             self._plan = plan
@@ -310,11 +312,14 @@ class CodedKV:
     v_meta: torch.Tensor  # like k_meta
 
     @classmethod
-    def gather(cls, packed: PackedKV, page: torch.Tensor, offset: torch.Tensor) -> CodedKV:
-        parts = []
+    def gather(cls, packed: PackedKV, rows: torch.Tensor) -> CodedKV:
+        """Read rows, int64 [num_kv_heads * length], with one flat index: far faster than two."""
+        num_kv_heads, parts = packed.k_codes.shape[1], []
         for codes, meta in ((packed.k_codes, packed.k_meta), (packed.v_codes, packed.v_meta)):
-            columns = unpack_columns(codes[page, :, offset]).float()  # [heads, head_dim, length]
-            numbers = meta[page, :, offset].permute(3, 1, 2, 0)  # [2, heads, num_groups, length]
+            row_codes = codes.view(-1, codes.shape[3]).index_select(0, rows)
+            row_meta = meta.view(-1, *meta.shape[3:]).index_select(0, rows)
+            columns = unpack_columns(row_codes.unflatten(0, (num_kv_heads, -1))).float()
+            numbers = row_meta.unflatten(0, (num_kv_heads, -1)).permute(3, 0, 2, 1)
             parts.append(columns.unflatten(1, (numbers.shape[2], -1)))
             parts.append(numbers.float().contiguous().unsqueeze(-2))
         return cls(*parts)
@@ -345,8 +350,8 @@ def _read(source: Sources, packed: PackedKV, window: WindowKV) -> list[DenseKV |
         k, v = (window.sink_k, window.sink_v) if piece.is_sink else (window.ring_k, window.ring_v)
         columns = slice(piece.begin, piece.end)
         pieces.append(DenseKV(k[piece.row, :, columns].float(), v[piece.row, :, columns].float()))
-    if source.page is not None and source.offset is not None:
-        pieces.append(CodedKV.gather(packed, source.page, source.offset))
+    if source.packed_rows is not None:
+        pieces.append(CodedKV.gather(packed, source.packed_rows))
     return pieces
 
 

@@ -214,6 +214,6 @@ def test_codes_of_a_decode_step_are_made_before_the_next_step():
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_columns_are_the_codes_of_the_layout(head_dim):
-    codes = torch.randint(0, 4, (11, 3, head_dim), dtype=torch.uint8)
+    codes = torch.randint(0, 4, (3, 11, head_dim), dtype=torch.uint8)
     columns = unpack_columns(pack_codes(codes))
-    assert torch.equal(columns, codes.permute(1, 2, 0).int())
+    assert torch.equal(columns, codes.transpose(1, 2).short())
