@@ -30,8 +30,13 @@ def _keep(layers, quantizer, places):
 
 class ExactKV(DenseKV):
     @classmethod
-    def gather(cls, packed, page, offset):
-        k, v = _rows[packed.k_codes.data_ptr()][:, page].transpose(1, 2)
+    def gather(cls, packed, rows):
+        num_kv_heads, page_size = packed.k_codes.shape[1], packed.page_size
+        rows = rows.view(num_kv_heads, -1)
+        head = torch.arange(num_kv_heads).unsqueeze(1)
+        assert torch.equal(rows // page_size % num_kv_heads, head.expand_as(rows))
+        slot = rows // (page_size * num_kv_heads) * page_size + rows % page_size
+        k, v = _rows[packed.k_codes.data_ptr()][:, slot, head]  # [num_kv_heads, length, head_dim]
         return cls(k, v)
 
 
