@@ -40,9 +40,9 @@ ANSWER_SECONDS = 180
 
 
 def environment(**defaults: str) -> dict[str, str]:
-    """For child processes: no network, and threads that sleep rather than spin while they wait.
+    """For child processes: no network, and OpenMP threads that soon sleep while they wait.
 
-    On a busy machine spinning OpenMP threads make CPU work many times slower.
+    On a busy machine threads that spin for long make CPU work many times slower.
     """
     return {"OMP_WAIT_POLICY": "PASSIVE", **defaults, **os.environ, "HF_HUB_OFFLINE": "1"}
 
@@ -154,6 +154,8 @@ def ask(server: Server, question: str) -> Answer:
                 if piece := choice["delta"].get("content"):
                     text += piece
                     arrivals.append(time.monotonic())
+    if len(arrivals) < 2:
+        sys.exit(f"demo: no streamed answer to {question!r}; see the server's log {server.log}.")
     details = usage.get("prompt_tokens_details") or {}
     return Answer(
         text.strip(),
