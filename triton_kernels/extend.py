@@ -1,65 +1,16 @@
 """Extend attention: several new tokens per request, causal in BF16, over a packed prefix.
 
-The current chunk can be left to another kernel that returns its log-sum-exp, such as FlashInfer's
-ragged prefill (:class:`FlashInferCausal`); the prefix is then merged with it. A batch without any
-prefix is that kernel alone.
+The current chunk can be left to another kernel that returns its log-sum-exp (:mod:`.causal`); the
+prefix is then merged with it. A batch without any prefix is that kernel alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from ..layout import PackedKV, ReadPlan, WindowKV
+from .causal import CausalAttention
 from .extend_triton import launch_extend, launch_merge_two
-
-CausalAttention = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
-]
-"""(q, k, v) of the current chunk to out, in the dtype of q, and lse, fp32 and natural log."""
-
-LN2 = 0.6931471805599453
-
-
-class FlashInferCausal:
-    """Causal attention of the current chunk by FlashInfer's ragged prefill.
-
-    Plan once per batch, call once per layer.
-    """
-
-    def __init__(self, workspace: torch.Tensor) -> None:
-        """workspace: uint8, 128 MiB or more, on the device; shared with nothing else."""
-        import flashinfer
-
-        self._wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
-
-    def plan(
-        self,
-        qo_indptr: torch.Tensor,
-        num_q_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        sm_scale: float,
-        dtype: torch.dtype,
-    ) -> None:
-        """qo_indptr: int32 [batch + 1]; on the CPU to avoid a synchronization."""
-        self._wrapper.plan(
-            qo_indptr,
-            qo_indptr,
-            num_q_heads,
-            num_kv_heads,
-            head_dim,
-            causal=True,
-            sm_scale=sm_scale,
-            q_data_type=dtype,
-        )
-
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = self._wrapper.run(q, k, v, return_lse=True)
-        return out, lse * LN2  # FlashInfer's logarithm is to base 2
 
 
 def extend(
@@ -117,7 +68,7 @@ def extend(
     if not has_prefix:
         return chunk, chunk_lse
     launch_extend(*arguments, out, lse, longest, True, False)
-    launch_merge_two(out, lse, chunk, chunk_lse, out, lse)
+    launch_merge_two(out, lse, chunk, chunk_lse.contiguous(), out, lse)
     return out, lse
 
 

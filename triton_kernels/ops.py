@@ -6,14 +6,15 @@ beyond those is keyword-only (workspaces, outputs, host-side bounds).
 
 from __future__ import annotations
 
+from .causal import choose_chunk_attention
 from .decode import DecodeWorkspace, decode
-from .extend import FlashInferCausal, extend
+from .extend import extend
 from .rotate_query import rotate_query
 from .write import write_kv
 
 __all__ = [
     "DecodeWorkspace",
-    "FlashInferCausal",
+    "choose_chunk_attention",
     "decode",
     "extend",
     "rotate_query",

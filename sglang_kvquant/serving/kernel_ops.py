@@ -2,44 +2,38 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 
+from ..kernels.causal import ChunkAttention, ChunkPlan
 from ..kernels.decode import DecodeWorkspace, decode
-from ..kernels.extend import FlashInferCausal, extend
+from ..kernels.extend import extend
 from ..kernels.rotate_query import rotate_query
 from ..kernels.write import write_kv
 from ..layout import PackedKV, WindowKV
 from ..reference.write import LayerTransform
 from .windows import ExtendLens, StepPlan, WritePlan
 
-FLASHINFER_WORKSPACE_BYTES = 128 * 2**20
-
 
 class KernelOps:
     """Kernels for write, decode and extend.
 
-    The causal part of an extend step goes through FlashInfer when it is installed and the model
-    computes in 16 bits, else through our own kernel; the name says which.
+    The causal part of an extend step goes to the given kernel when the model computes in 16 bits,
+    else to our own; the name says which.
 
     Args:
         max_context_len: longest sequence, which sizes the splits of decode.
-        use_flashinfer: None to take it when installed.
+        causal: attention of the current chunk; None for our own kernel.
     """
 
     supports_cuda_graph = True
 
-    def __init__(self, max_context_len: int, use_flashinfer: bool | None = None) -> None:
+    def __init__(self, max_context_len: int, causal: ChunkAttention | None = None) -> None:
         self.max_context_len = max_context_len
-        if use_flashinfer is None:
-            use_flashinfer = importlib.util.find_spec("flashinfer") is not None
-        self.use_flashinfer = use_flashinfer
-        chunk = "FlashInfer" if use_flashinfer else "our own kernel"
+        chunk = "our own kernel" if causal is None else causal.name
         self.name = f"kernels, the current chunk of a prefill by {chunk}"
         # Captured steps keep the workspace of their batch size, so none is ever replaced.
         self._workspaces: dict[int, DecodeWorkspace] = {}
-        self._causal: FlashInferCausal | None = None
+        self._causal = causal
         self._planned: ExtendLens | None = None
 
     def rotate_query(self, q: torch.Tensor, transform: LayerTransform) -> torch.Tensor:
@@ -120,17 +114,23 @@ class KernelOps:
 
     def _plan_causal(
         self, lens: ExtendLens, q: torch.Tensor, num_kv_heads: int, sm_scale: float
-    ) -> FlashInferCausal | None:
-        """FlashInfer's kernel, planned for this step; None to use our own."""
-        if not self.use_flashinfer or q.dtype == torch.float32:
+    ) -> ChunkAttention | None:
+        """The chunk's kernel, planned for this step; None to use our own."""
+        if self._causal is None or q.dtype == torch.float32:
             return None
-        if self._causal is None:
-            space = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
-            self._causal = FlashInferCausal(space)
         if self._planned is not lens:
             _, num_q_heads, head_dim = q.shape
             self._causal.plan(
-                lens.qo_indptr_cpu, num_q_heads, num_kv_heads, head_dim, sm_scale, q.dtype
+                ChunkPlan(
+                    lens.qo_indptr,
+                    lens.qo_indptr_cpu,
+                    lens.max_extend_len,
+                    num_q_heads,
+                    num_kv_heads,
+                    head_dim,
+                    sm_scale,
+                    q.dtype,
+                )
             )
             self._planned = lens
         return self._causal

@@ -94,9 +94,10 @@ def select_ops(device: torch.device | str, max_context_len: int) -> AttentionOps
 
         ops = TorchOps()
     elif kind == "cuda":
+        from ..kernels.causal import choose_chunk_attention
         from .kernel_ops import KernelOps
 
-        ops = KernelOps(max_context_len)
+        ops = KernelOps(max_context_len, choose_chunk_attention(torch.device(device)))
     else:
         raise ValueError(f"--kv-quant runs on cuda and cpu, not on {kind}.")
     logger.info("kvquant: attention and cache writes on %s: %s", kind, ops.name)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 
 import pytest
 import torch
 from sglang_kvquant.kernels.extend import extend
 
+from sglang_kvquant.kernels import causal as other_kernels
 from sglang_kvquant.layout import ReadPlan
 from sglang_kvquant.reference import attention as reference
 
@@ -91,6 +93,36 @@ def test_merge_with_another_kernel(make_case):
     check(case, lens, 4, causal=causal, atol=2e-3 if torch.cuda.is_available() else 2e-4)
     fresh = make_case([0, 0, 0])
     check(fresh, lens, 4, causal=causal, has_prefix=False)
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("kernel", "module"), [("FA3Causal", "sgl_kernel"), ("FlashInferCausal", "flashinfer")]
+)
+def test_other_kernels(kernel, module, head_dim, make_case):
+    """FlashAttention 3 and FlashInfer, alone and merged with a prefix, grouped queries."""
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not installed")
+    if kernel == "FA3Causal":
+        if importlib.util.find_spec("sgl_kernel.flash_ops") is None:
+            pytest.skip("this sgl_kernel has no flash_ops")
+        attention = other_kernels.FA3Causal()
+    else:
+        attention = other_kernels.FlashInferCausal(torch.device("cuda"))
+    lens = [6, 300, 1]
+    for prefixes in ([90, 0, 40], [0, 0, 0]):
+        case = make_case(prefixes, head_dim=head_dim)
+        q, k, _, bounds = chunk(case, lens, 4, torch.bfloat16)
+        heads = (q.shape[1], k.shape[1], head_dim)
+        attention.plan(
+            other_kernels.ChunkPlan(
+                bounds, bounds.cpu(), max(lens), *heads, head_dim**-0.5, q.dtype
+            )
+        )
+        options = {"causal": attention, "has_prefix": any(prefixes)}
+        check(case, lens, 4, torch.bfloat16, atol=2e-2, **options)
 
 
 def test_empty_requests_and_neighbours(make_case):

@@ -100,7 +100,9 @@ def random_transform(layout: GQALayout, rotated: bool = True) -> LayerTransform:
     return LayerTransform.build(k_rotation, torch.randn(shape[:2]), v_rotation, quantizer)
 
 
-def run_traffic(ops, layout, group, windows, transform, num_steps, tolerance) -> None:
+def run_traffic(
+    ops, layout, group, windows, transform, num_steps, tolerance, dtype=torch.float32
+) -> None:
     """Random extend and decode steps; buffers must equal the reference's, outputs nearly."""
     cache = Cache(layout, windows)
     (packed, window), (ref_packed, ref_window) = cache.sets
@@ -113,8 +115,8 @@ def run_traffic(ops, layout, group, windows, transform, num_steps, tolerance) ->
         counts = [1 if decode else random.randrange(1, 12) for _ in rows]
         plan = cache.plan(rows, counts, lengths, decode)
         num_tokens = sum(counts)
-        q = torch.randn(num_tokens, layout.num_kv_heads * group, layout.head_dim)
-        k, v = torch.randn(2, num_tokens, layout.num_kv_heads, layout.head_dim).unbind()
+        q = torch.randn(num_tokens, layout.num_kv_heads * group, layout.head_dim, dtype=dtype)
+        k, v = torch.randn(2, num_tokens, layout.num_kv_heads, layout.head_dim, dtype=dtype)
         q_rot = ops.rotate_query(q, transform)
         rotated = ops.write_kv(packed, window, k, v, transform, plan.write, with_ring=decode)
         ref_k, ref_v = reference_write.write_kv(
@@ -160,16 +162,50 @@ def test_traffic_equals_the_reference(layout, group, windows, rotated):
     )
 
 
+class PlannedCausal:
+    """Stands for another project's kernel: refuses tensors that do not fit its plan."""
+
+    name = "a test's kernel"
+
+    num_calls = 0
+
+    def plan(self, chunks) -> None:
+        assert torch.equal(chunks.qo_indptr.cpu(), chunks.qo_indptr_cpu)
+        assert chunks.max_extend_len == int(chunks.qo_indptr_cpu.diff().max())
+        self.chunks = chunks
+
+    def __call__(self, q, k, v):
+        chunks = self.chunks
+        self.num_calls += 1
+        assert q.dtype == chunks.dtype
+        assert q.shape[1:] == (chunks.num_q_heads, chunks.head_dim)
+        assert k.shape == (q.shape[0], chunks.num_kv_heads, chunks.head_dim)
+        out, lse = [], []
+        for begin, end in zip(chunks.qo_indptr_cpu[:-1], chunks.qo_indptr_cpu[1:], strict=True):
+            mask = torch.ones(end - begin, end - begin, dtype=torch.bool).tril()
+            keys, values = (t[begin:end].transpose(0, 1).double() for t in (k, v))
+            part = reference.attend(q[begin:end].double(), keys, values, chunks.sm_scale, mask)
+            out.append(part[0].to(q.dtype))
+            lse.append(part[1].float())
+        return torch.cat(out), torch.cat(lse)
+
+
 @pytest.mark.parametrize(("layout", "group", "windows"), CASES[:2] + CASES[4:5])
+@pytest.mark.parametrize("causal", [None, PlannedCausal()])
 @torch.inference_mode()
-def test_kernels_take_the_same_steps(layout, group, windows):
+def test_kernels_take_the_same_steps(layout, group, windows, causal):
     """The wiring of the kernels, interpreted; without rotations no product is rounded."""
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled on this machine; tests/kernels runs them")
     kernel_ops = pytest.importorskip("sglang_kvquant.serving.kernel_ops")
-    ops = kernel_ops.KernelOps(CONTEXT, use_flashinfer=False)
+    ops = kernel_ops.KernelOps(CONTEXT, causal)
     transform = random_transform(layout, rotated=False)
-    run_traffic(ops, layout, group, windows, transform, 6, FP16_QUERIES)
+    if causal is None:
+        run_traffic(ops, layout, group, windows, transform, 6, FP16_QUERIES)
+        return
+    calls = causal.num_calls
+    run_traffic(ops, layout, group, windows, transform, 6, FP16_QUERIES, torch.float16)
+    assert causal.num_calls > calls
 
 
 def test_ring_write_needs_the_write_of_its_step():
