@@ -10,24 +10,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import textwrap
 import time
-import urllib.request
 from dataclasses import dataclass
-from http.client import HTTPResponse
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import get_smollm2  # noqa: E402
+from local_server import Server, ServerDidNotStart, environment  # noqa: E402
 
 DOCUMENT = (ROOT / "scripts" / "demo_document.txt").read_text()
 QUESTIONS = (
@@ -35,16 +31,6 @@ QUESTIONS = (
     "Which animals live on the island, according to the text?",
     "Why was the old lamp replaced?",
 )
-START_SECONDS = 300
-ANSWER_SECONDS = 180
-
-
-def environment(**defaults: str) -> dict[str, str]:
-    """For child processes: no network, and OpenMP threads that soon sleep while they wait.
-
-    On a busy machine threads that spin for long make CPU work many times slower.
-    """
-    return {"OMP_WAIT_POLICY": "PASSIVE", **defaults, **os.environ, "HF_HUB_OFFLINE": "1"}
 
 
 @dataclass
@@ -55,76 +41,6 @@ class Run:
     tokens_per_second: float
     capacity: int
     cached_tokens: int
-
-
-class Server:
-    """A launch_server process that is stopped, with its children, when the block ends."""
-
-    def __init__(self, model: Path, log: Path, extra: list[str]):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.log = log
-        self.command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
-        self.command += ["--host", "127.0.0.1", "--port", str(self.port), *extra]
-
-    def __enter__(self) -> Server:
-        # A short spin between small operations is faster than sleep; a long one starves others.
-        threads = min(4, len(os.sched_getaffinity(0)))
-        variables = environment(OMP_NUM_THREADS=str(threads), GOMP_SPINCOUNT="20000")
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                self.command, stdout=log, stderr=log, env=variables, start_new_session=True
-            )
-        try:
-            self.wait_until_ready()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        for sign in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self.process.pid, sign)
-            except ProcessLookupError:
-                break
-            try:
-                self.process.wait(timeout=15)
-            except subprocess.TimeoutExpired:
-                continue
-        self.process.wait()
-
-    def wait_until_ready(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                break
-            try:
-                self.get("/health", timeout=5)
-                return
-            except OSError:
-                time.sleep(1)
-        tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
-        sys.exit(f"demo: the server did not start; the end of {self.log}:\n{tail}")
-
-    def open(
-        self, path: str, body: dict | None = None, timeout: float = ANSWER_SECONDS
-    ) -> HTTPResponse:
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}",
-            data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        return urllib.request.urlopen(request, timeout=timeout)
-
-    def get(self, path: str, timeout: float = ANSWER_SECONDS) -> dict:
-        with self.open(path, timeout=timeout) as response:
-            text = response.read()
-        return json.loads(text) if text else {}
 
 
 @dataclass
@@ -256,8 +172,12 @@ def main() -> None:
     plain_flags = [*plain_flags, *shlex.split(args.unquantized_args)]
     model = get_smollm2.build(args.model, ROOT / ".cache" / "downloads")
     checkpoint = calibrate(model, quick=not gpu)
-    plain = question_server("unquantized", model, logs / "unquantized.log", plain_flags)
-    packed = question_server("2-bit", model, logs / "kvquant.log", [*flags, "--kv-quant", "optr"])
+    quantized_flags = [*flags, "--kv-quant", "optr"]
+    try:
+        plain = question_server("unquantized", model, logs / "unquantized.log", plain_flags)
+        packed = question_server("2-bit", model, logs / "kvquant.log", quantized_flags)
+    except ServerDidNotStart as error:
+        sys.exit(f"demo: {error}")
     report(model, checkpoint, plain, packed)
     print(f"The demo took {time.monotonic() - begin:.0f} s; both servers are stopped.")
 
