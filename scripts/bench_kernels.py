@@ -19,12 +19,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from sglang_kvquant.kernels.causal import ChunkPlan, FA3Causal, choose_chunk_attention
 from sglang_kvquant.kernels.decode import DecodeWorkspace, decode
 from sglang_kvquant.kernels.extend import extend
+from sglang_kvquant.kernels.long_prefix import PIECE_TOKENS, LongPrefix, plan_pieces
 from sglang_kvquant.kernels.rotate_query import rotate_query
 from sglang_kvquant.kernels.write import write_kv
 
@@ -58,6 +61,9 @@ DECODE_CASES = {
     "decode_32k_32_page1": Shape(32768, 32, page_size=1),
 }
 QUICK_CASES = ("decode_32k_32", "decode_128k_8", "decode_4k_1", "decode_1k_64")
+PARTS = ("decode", "write", "extend")
+# New tokens and cached tokens of one request.
+EXTEND_CASES = ((8192, 0), (1024, 32768), (8192, 131072), (256, 32768), (64, 32768), (16, 32768))
 
 
 def median_us(step: Callable[[int], None], variants: int, repeats: int = 20) -> float:
@@ -359,7 +365,8 @@ def bench_write(num_tokens: int, heads: int = 8, head_dim: int = 128) -> dict:
 
 
 def bench_extend(num_new: int, prefix: int, heads: int = 8, group: int = 4) -> dict:
-    """One request: the built-in kernel, and PyTorch's causal flash attention without a prefix."""
+    """One request: our own kernel, FlashAttention 3 for the chunk and the prefix if SGLang brings
+    it, and PyTorch's causal flash attention where there is no prefix."""
     shape = Shape(max(prefix, 1), 1, heads * group, heads)
     cache = make_cache(shape)
     cache.plan.kv_lens.fill_(prefix)
@@ -370,7 +377,7 @@ def bench_extend(num_new: int, prefix: int, heads: int = 8, group: int = 4) -> d
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device="cuda")
     scale = shape.head_dim**-0.5
 
-    def step(i: int) -> None:
+    def step(i: int, **kernels: Any) -> None:
         extend(
             q,
             k,
@@ -383,6 +390,7 @@ def bench_extend(num_new: int, prefix: int, heads: int = 8, group: int = 4) -> d
             has_prefix=prefix > 0,
             out=out,
             lse=lse,
+            **kernels,
         )
 
     def dense(i: int) -> None:
@@ -397,6 +405,16 @@ def bench_extend(num_new: int, prefix: int, heads: int = 8, group: int = 4) -> d
     us = median_us(step, 1)
     flops = 4 * num_new * (prefix + num_new / 2) * heads * group * shape.head_dim
     result = {"us": us, "tflops": flops / us / 1e6}
+    fa3 = choose_chunk_attention(torch.device("cuda"))
+    if isinstance(fa3, FA3Causal):
+        heads_and_dim = (heads * group, heads, shape.head_dim)
+        fa3.plan(ChunkPlan(bounds, bounds.cpu(), num_new, *heads_and_dim, scale, q.dtype))
+        result["fa3_chunk_us"] = median_us(lambda i: step(i, causal=fa3), 1)
+        if prefix:
+            pieces = plan_pieces([0, num_new], [prefix], PIECE_TOKENS, q.device)
+            space = torch.empty(2, PIECE_TOKENS, heads, shape.head_dim, device="cuda").bfloat16()
+            unpacked = LongPrefix(pieces, fa3, space[0], space[1])
+            result["fa3_us"] = median_us(lambda i: step(i, causal=fa3, prefix=unpacked), 1)
     if prefix == 0:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
             result["torch_flash_us"] = median_us(dense, 1)
@@ -433,6 +451,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cases", help="comma-separated names; default: all")
     parser.add_argument("--quick", action="store_true", help="the four cases with a goal")
     parser.add_argument("--no-baselines", action="store_true")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--json", type=pathlib.Path, help="write every number to this file")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -445,25 +464,27 @@ def main(argv: list[str] | None = None) -> int:
     names = list(QUICK_CASES) if args.quick else list(DECODE_CASES)
     if args.cases:
         names = args.cases.split(",")
-    for name in names:
+    for name in names if "decode" in args.parts else ():
         result = bench_decode(DECODE_CASES[name], bandwidth, not args.no_baselines)
         report["decode"][name] = result
         print_decode(name, result)
         torch.cuda.empty_cache()
-    for num_tokens in (1, 64, 8192):
+    for num_tokens in (1, 64, 8192) if "write" in args.parts else ():
         result = report["write"][str(num_tokens)] = bench_write(num_tokens)
         print(
             f"write {num_tokens:6d} tokens   {result['us']:8.1f} us   "
             f"rotate_query {result['rotate_query_us']:8.1f} us",
             flush=True,
         )
-    for num_new, prefix in ((8192, 0), (1024, 32768)):
+    for num_new, prefix in EXTEND_CASES if "extend" in args.parts else ():
         result = report["extend"][f"{num_new}+{prefix}"] = bench_extend(num_new, prefix)
-        flash = result.get("torch_flash_us")
+        names = {"fa3_chunk_us": "chunk by FA3", "fa3_us": "all by FA3", "torch_flash_us": "torch"}
+        others = [
+            f"  {text} {result[key]:8.1f} us" for key, text in names.items() if key in result
+        ]
         print(
             f"extend {num_new:6d} tokens after {prefix:6d}: {result['us']:8.1f} us "
-            f"{result['tflops']:6.0f} TFLOP/s"
-            + (f"   torch flash {flash:8.1f} us" if flash else ""),
+            f"{result['tflops']:6.0f} TFLOP/s" + "".join(others),
             flush=True,
         )
     if args.json:

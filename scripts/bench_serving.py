@@ -10,14 +10,16 @@ benchmark (sglang.benchmark.one_batch_server) against each:
   throughput  long prompts, as many requests as fit into that server's cache
 
 Ratios are to the fastest BF16 backend of the same case in the same run. A BF16 backend that does
-not start here is listed as missing; without any, the run fails. Saves bench.json, bench.png and
-bench.md.
+not start here is listed as missing; without any, the run fails. Saves bench.json after every
+server, bench.md and bench.png at the end; `--redraw FOLDER` makes the last two again from
+bench.json, on another machine too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import shlex
 import statistics
@@ -34,6 +36,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from local_server import Server, ServerDidNotStart, environment  # noqa: E402
+
+from sglang_kvquant.atomic import write_atomically  # noqa: E402
 
 BENCHMARK = "sglang.benchmark.one_batch_server"
 CALIBRATED = ("oscar", "optr")
@@ -232,8 +236,11 @@ def table(results: list[Result], contexts: list[int]) -> str:
 
 
 def plot(results: list[Result], path: Path, title: str) -> None:
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError:
+        print(f"{path.name} left out: matplotlib is not installed; use --redraw where it is")
+        return
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -264,7 +271,8 @@ def machine() -> dict[str, str]:
 
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    cpu = f"CPU {platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu
     names = ("sglang", "torch", "triton", "sglang-kernel", "flashinfer-python")
     return {"device": card, "commit": commit, **{name: installed(name) for name in names}}
 
@@ -274,7 +282,9 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", required=True, help="model directory")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", help="model directory")
+    source.add_argument("--redraw", type=Path, metavar="FOLDER", help="only table and plot")
     add("--dummy-weights", action="store_true", help="random weights and random rotations")
     add("--backends", nargs="*", default=["fa3", "flashinfer", "triton"], help="BF16 baselines")
     add("--methods", nargs="*", default=["quarot", "optr"], help="values of --kv-quant")
@@ -307,13 +317,12 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    args = parse_arguments()
-    folder: Path = args.output
-    folder.mkdir(parents=True, exist_ok=True)
-    servers = [(f"BF16 {name}", ["--attention-backend", name]) for name in args.backends]
+def measure_all(args: argparse.Namespace, folder: Path) -> None:
+    """Every server in turn; bench.json holds what has been measured so far."""
+    facts = {"command": shlex.join(sys.argv), **machine(), "model": Path(args.model).name}
     results: list[Result] = []
     missing: dict[str, str] = {}
+    servers = [(f"BF16 {name}", ["--attention-backend", name]) for name in args.backends]
     with tempfile.TemporaryDirectory() as scratch:
         for method in args.methods:
             flags = ["--kv-quant", method]
@@ -329,24 +338,47 @@ def main() -> None:
                     sys.exit(f"bench_serving: {label}: {error}")
                 missing[label] = str(error)
                 print(f"  not measured: {str(error).splitlines()[-1]}", flush=True)
+            record = {"facts": facts, "missing": missing, "results": [asdict(r) for r in results]}
+            write_atomically(folder / "bench.json", f"{json.dumps(record, indent=1)}\n".encode())
+
+
+def load_results(path: Path) -> list[Result]:
+    """The results that bench.json holds."""
+    results = []
+    for row in json.loads(path.read_text())["results"]:
+        points = [Point(**point) for point in row.pop("points")]
+        load = row.pop("load")
+        results.append(Result(**row, points=points, load=Load(**load) if load else None))
+    return results
+
+
+def show(folder: Path) -> None:
+    """Table and plot from bench.json."""
+    record = json.loads((folder / "bench.json").read_text())
+    facts, results = record["facts"], load_results(folder / "bench.json")
     if all(result.quantized for result in results):
         sys.exit(
             "bench_serving: no BF16 server was measured, so there is nothing to compare with."
         )
-    facts = {"command": shlex.join(sys.argv), **machine()}
-    record = {"facts": facts, "missing": missing, "results": [asdict(r) for r in results]}
-    (folder / "bench.json").write_text(json.dumps(record, indent=1) + "\n")
     contexts = sorted({point.context for result in results for point in result.points})
     text = table(results, contexts)
-    (folder / "bench.md").write_text(text + "\n")
-    plot(results, folder / "bench.png", f"{Path(args.model).name}, {facts['device']}")
+    write_atomically(folder / "bench.md", f"{text}\n".encode())
+    plot(results, folder / "bench.png", f"{facts['model']}, {facts['device']}")
     print("\n" + text)
     print("\n" + "\n".join(f"{name}: {value}" for name, value in facts.items()))
     for result in results:
         print(f"attention backend of {result.label}: {result.attention_backend}")
-    for label in missing:
+    for label in record["missing"]:
         print(f"not measured: {label} (see bench.json)")
-    print(f"saved: {folder}/bench.json, bench.png, bench.md")
+    print(f"saved in {folder}")
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.redraw is None:
+        args.output.mkdir(parents=True, exist_ok=True)
+        measure_all(args, args.output)
+    show(args.redraw or args.output)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Other projects' kernels for the current chunk of an extend step: causal, BF16, with log-sum-exp.
+"""Other projects' dense kernels for extend steps: BF16 or FP16, with the log-sum-exp.
 
-Both take (q, k, v) of the chunk, [num_tokens, heads, head_dim], and return the output in the dtype
-of q and the log-sum-exp, fp32 [num_tokens, num_q_heads], natural log. Plan once per batch, call
-once per layer.
+For the current chunk, causal, both take (q, k, v), [num_tokens, heads, head_dim], and return the
+output in the dtype of q and the log-sum-exp, fp32 [num_tokens, num_q_heads], natural log. Plan
+once per batch, call once per layer.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+
+from .long_prefix import PrefixPiece
 
 LN2 = 0.6931471805599453
 FLASHINFER_WORKSPACE_BYTES = 128 * 2**20
@@ -90,6 +92,29 @@ class FA3Causal:
             return_softmax_lse=True,
         )
         return out, lse.t()  # it comes as [num_q_heads, num_tokens]
+
+    def attend_piece(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        piece: PrefixPiece,
+        sm_scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`.long_prefix.PrefixAttention`; a request without tokens gets lse -inf."""
+        out, lse, *_ = self._attention(
+            q,
+            k,
+            v,
+            cu_seqlens_q=piece.qo_indptr,
+            cu_seqlens_k=piece.kv_indptr,
+            max_seqlen_q=piece.max_extend_len,
+            max_seqlen_k=piece.max_cached_len,
+            softmax_scale=sm_scale,
+            causal=False,
+            return_softmax_lse=True,
+        )
+        return out, lse.t()
 
 
 class FlashInferCausal:

@@ -1,7 +1,8 @@
 """Extend attention: several new tokens per request, causal in BF16, over a packed prefix.
 
 The current chunk can be left to another kernel that returns its log-sum-exp (:mod:`.causal`); the
-prefix is then merged with it. A batch without any prefix is that kernel alone.
+prefix is then merged with it, read by our own kernel from the packed bytes, or unpacked in pieces
+for another one (:mod:`.long_prefix`). A batch without any prefix is the chunk's kernel alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 from ..layout import PackedKV, ReadPlan, WindowKV
 from .causal import CausalAttention
 from .extend_triton import launch_extend, launch_merge_two
+from .long_prefix import LongPrefix, merge_long_prefix
 
 
 def extend(
@@ -26,6 +28,7 @@ def extend(
     max_extend_len: int | None = None,
     has_prefix: bool = True,
     causal: CausalAttention | None = None,
+    prefix: LongPrefix | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,6 +46,8 @@ def extend(
             which launches more programs than needed.
         has_prefix: False when the caller knows that every prefix is empty.
         causal: attention of the current chunk; the built-in kernel when None.
+        prefix: how to unpack the cached tokens for another kernel; needs causal. None reads the
+            packed bytes.
         out: contiguous, shaped like q, in its dtype.
         lse: fp32 [num_tokens, num_q_heads], contiguous.
 
@@ -50,7 +55,7 @@ def extend(
         out, in the frame of R_V and in the dtype of q, and lse (natural log, fp32).
 
     Raises:
-        ValueError: shapes, strides or dtypes do not fit.
+        ValueError: shapes, strides or dtypes do not fit, or prefix without causal.
     """
     _check(q, k_rot, v_rot, qo_indptr, packed, plan)
     num_tokens, batch = q.shape[0], qo_indptr.shape[0] - 1
@@ -62,11 +67,18 @@ def extend(
     longest = num_tokens if max_extend_len is None else max_extend_len
     arguments = (q, k_rot, v_rot, qo_indptr, packed, window, plan, sm_scale)
     if causal is None:
+        if prefix is not None:
+            raise ValueError("prefix is merged with the chunk's attention: pass causal as well")
         launch_extend(*arguments, out, lse, longest, has_prefix, True)
         return out, lse
     chunk, chunk_lse = causal(q, k_rot, v_rot)
     if not has_prefix:
         return chunk, chunk_lse
+    if prefix is not None:
+        out.copy_(chunk)
+        lse.copy_(chunk_lse)
+        merge_long_prefix(out, lse, q, packed, window, plan, prefix, sm_scale)
+        return out, lse
     launch_extend(*arguments, out, lse, longest, True, False)
     launch_merge_two(out, lse, chunk, chunk_lse.contiguous(), out, lse)
     return out, lse

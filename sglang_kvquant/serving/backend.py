@@ -95,7 +95,7 @@ class KVQuantAttnBackend(AttentionBackend):
             forward_batch.extend_seq_lens,
             forward_batch.out_cache_loc,
             self.req_to_token_pool.req_to_token,
-            max(forward_batch.extend_prefix_lens_cpu),
+            forward_batch.extend_prefix_lens_cpu,
             forward_batch.extend_seq_lens_cpu,
         )
 

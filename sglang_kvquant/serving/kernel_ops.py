@@ -7,6 +7,13 @@ import torch
 from ..kernels.causal import ChunkAttention, ChunkPlan
 from ..kernels.decode import DecodeWorkspace, decode
 from ..kernels.extend import extend
+from ..kernels.long_prefix import (
+    PIECE_TOKENS,
+    LongPrefix,
+    PrefixAttention,
+    plan_pieces,
+    worth_unpacking,
+)
 from ..kernels.rotate_query import rotate_query
 from ..kernels.write import write_kv
 from ..layout import PackedKV, WindowKV
@@ -17,24 +24,33 @@ from .windows import ExtendLens, StepPlan, WritePlan
 class KernelOps:
     """Kernels for write, decode and extend.
 
-    The causal part of an extend step goes to the given kernel when the model computes in 16 bits,
-    else to our own; the name says which.
+    When the model computes in 16 bits, the causal part of an extend step and a prefix that many
+    new tokens read go to the given kernels, else to our own; the name says which.
 
     Args:
         max_context_len: longest sequence, which sizes the splits of decode.
         causal: attention of the current chunk; None for our own kernel.
+        prefix: attention to an unpacked prefix; None to read it packed always. Needs causal.
     """
 
     supports_cuda_graph = True
 
-    def __init__(self, max_context_len: int, causal: ChunkAttention | None = None) -> None:
+    def __init__(
+        self,
+        max_context_len: int,
+        causal: ChunkAttention | None = None,
+        prefix: PrefixAttention | None = None,
+    ) -> None:
         self.max_context_len = max_context_len
         chunk = "our own kernel" if causal is None else causal.name
-        self.name = f"kernels, the current chunk of a prefill by {chunk}"
+        also = "" if prefix is None else " and a long prefix"
+        self.name = f"kernels, the current chunk of a prefill{also} by {chunk}"
         # Captured steps keep the workspace of their batch size, so none is ever replaced.
         self._workspaces: dict[int, DecodeWorkspace] = {}
-        self._causal = causal
+        self._causal, self._prefix = causal, prefix
         self._planned: ExtendLens | None = None
+        self._long_prefix: LongPrefix | None = None  # of the planned step
+        self._unpacked: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def rotate_query(self, q: torch.Tensor, transform: LayerTransform) -> torch.Tensor:
         rotation = transform.k_rotation
@@ -112,12 +128,30 @@ class KernelOps:
         out, _ = decode(q, packed, window, plan.read, sm_scale, workspace=workspace)
         return out
 
-    def _plan_causal(
-        self, lens: ExtendLens, q: torch.Tensor, num_kv_heads: int, sm_scale: float
-    ) -> ChunkAttention | None:
-        """The chunk's kernel, planned for this step; None to use our own."""
-        if self._causal is None or q.dtype == torch.float32:
+    def _plan_prefix(
+        self, lens: ExtendLens, q: torch.Tensor, num_kv_heads: int
+    ) -> LongPrefix | None:
+        """How to unpack the cached tokens of this step; None to read them packed."""
+        if self._prefix is None:
             return None
+        if self._unpacked is None:  # by the first prefill of all: memory is short later, not then
+            rows = min(PIECE_TOKENS, self.max_context_len)
+            shape = (2, rows, num_kv_heads, q.shape[2])
+            k, v = torch.empty(shape, dtype=q.dtype, device=q.device)
+            self._unpacked = (k, v)
+        if not worth_unpacking(lens.qo_indptr_cpu.diff().tolist(), lens.prefix_lens_cpu):
+            return None
+        k, v = self._unpacked
+        bounds = lens.qo_indptr_cpu.tolist()
+        pieces = plan_pieces(bounds, lens.prefix_lens_cpu, k.shape[0], q.device)
+        return LongPrefix(pieces, self._prefix, k, v)
+
+    def _plan_dense(
+        self, lens: ExtendLens, q: torch.Tensor, num_kv_heads: int, sm_scale: float
+    ) -> tuple[ChunkAttention | None, LongPrefix | None]:
+        """The dense kernels, planned for this step; None to use our own."""
+        if self._causal is None or q.dtype == torch.float32:
+            return None, None
         if self._planned is not lens:
             _, num_q_heads, head_dim = q.shape
             self._causal.plan(
@@ -132,8 +166,9 @@ class KernelOps:
                     q.dtype,
                 )
             )
+            self._long_prefix = self._plan_prefix(lens, q, num_kv_heads)
             self._planned = lens
-        return self._causal
+        return self._causal, self._long_prefix
 
     def extend(
         self,
@@ -147,6 +182,7 @@ class KernelOps:
     ) -> torch.Tensor:
         lens = plan.extend
         assert lens is not None
+        causal, prefix = self._plan_dense(lens, q, k_rot.shape[1], sm_scale)
         out, _ = extend(
             q,
             k_rot,
@@ -158,6 +194,7 @@ class KernelOps:
             sm_scale,
             max_extend_len=lens.max_extend_len,
             has_prefix=lens.has_prefix,
-            causal=self._plan_causal(lens, q, k_rot.shape[1], sm_scale),
+            causal=causal,
+            prefix=prefix,
         )
         return out

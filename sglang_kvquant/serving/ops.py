@@ -94,10 +94,11 @@ def select_ops(device: torch.device | str, max_context_len: int) -> AttentionOps
 
         ops = TorchOps()
     elif kind == "cuda":
-        from ..kernels.causal import choose_chunk_attention
+        from ..kernels.causal import FA3Causal, choose_chunk_attention
         from .kernel_ops import KernelOps
 
-        ops = KernelOps(max_context_len, choose_chunk_attention(torch.device(device)))
+        chunk = choose_chunk_attention(torch.device(device))
+        ops = KernelOps(max_context_len, chunk, chunk if isinstance(chunk, FA3Causal) else None)
     else:
         raise ValueError(f"--kv-quant runs on cuda and cpu, not on {kind}.")
     logger.info("kvquant: attention and cache writes on %s: %s", kind, ops.name)

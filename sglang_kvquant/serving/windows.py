@@ -53,12 +53,16 @@ class ExtendLens:
     Attributes:
         qo_indptr: int32 [batch + 1] on the device, first new token of each request.
         qo_indptr_cpu: the same on the host.
-        has_prefix: False when no request has cached tokens.
+        prefix_lens_cpu: cached tokens of each request, on the host.
     """
 
     qo_indptr: torch.Tensor
     qo_indptr_cpu: torch.Tensor
-    has_prefix: bool
+    prefix_lens_cpu: Sequence[int]
+
+    @property
+    def has_prefix(self) -> bool:
+        return any(self.prefix_lens_cpu)
 
     @property
     def max_extend_len(self) -> int:
@@ -183,7 +187,7 @@ class WindowTables:
         extend_lens: torch.Tensor,
         out_cache_loc: torch.Tensor,
         req_to_token: torch.Tensor,
-        max_prefix_len: int,
+        prefix_lens_cpu: Sequence[int],
         extend_lens_cpu: Sequence[int],
     ) -> StepPlan:
         """Plan a step of several new tokens per request; assigns sink groups to those that start.
@@ -194,13 +198,12 @@ class WindowTables:
             extend_lens: int64 [batch], new tokens of each request; their sum is num_tokens.
             out_cache_loc: int64 [num_tokens], slots of the new tokens.
             req_to_token: int32 [num_rows, max_context_len].
-            max_prefix_len: at least the longest of prefix_lens.
-            extend_lens_cpu: extend_lens on the host.
+            prefix_lens_cpu, extend_lens_cpu: the lengths on the host.
         """
         self._start_step()
         rows, prefix_lens, extend_lens = rows.long(), prefix_lens.long(), extend_lens.long()
         request, position, lens = self._new_tokens(
-            prefix_lens, extend_lens, extend_lens_cpu, max_prefix_len > 0
+            prefix_lens, extend_lens, prefix_lens_cpu, extend_lens_cpu
         )
         self.ring_start[rows] = torch.minimum(self.ring_start[rows], prefix_lens)
         sink_group = self._sink_table(rows, prefix_lens, req_to_token)
@@ -210,15 +213,16 @@ class WindowTables:
 
         seq_lens = (prefix_lens + extend_lens)[request]
         write = self._write_plan(rows[request], position, seq_lens, out_cache_loc.long())
-        read = self._read_plan(rows, prefix_lens, sink_group, req_to_token, max_prefix_len)
+        longest = max(prefix_lens_cpu)
+        read = self._read_plan(rows, prefix_lens, sink_group, req_to_token, longest)
         return StepPlan(read, write, lens)
 
     def _new_tokens(
         self,
         prefix_lens: torch.Tensor,
         extend_lens: torch.Tensor,
+        prefix_lens_cpu: Sequence[int],
         extend_lens_cpu: Sequence[int],
-        has_prefix: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, ExtendLens]:
         """Request and position of every new token, int64 [num_tokens], and how they are split."""
         host_indptr = torch.tensor([0, *accumulate(extend_lens_cpu)], dtype=torch.int32)
@@ -227,7 +231,7 @@ class WindowTables:
         request = torch.repeat_interleave(extend_lens, output_size=num_tokens)
         token = torch.arange(num_tokens, device=self.device)
         position = prefix_lens[request] + token - qo_indptr[request]
-        return request, position, ExtendLens(qo_indptr.int(), host_indptr, has_prefix)
+        return request, position, ExtendLens(qo_indptr.int(), host_indptr, prefix_lens_cpu)
 
     def _read_plan(
         self,

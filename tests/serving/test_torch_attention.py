@@ -76,7 +76,7 @@ class Cache:
             torch.tensor(counts),
             loc,
             self.req_to_token,
-            max(before),
+            before,
             counts,
         )
 
@@ -167,7 +167,7 @@ class PlannedCausal:
 
     name = "a test's kernel"
 
-    num_calls = 0
+    num_calls = num_pieces = 0
 
     def plan(self, chunks) -> None:
         assert torch.equal(chunks.qo_indptr.cpu(), chunks.qo_indptr_cpu)
@@ -189,6 +189,18 @@ class PlannedCausal:
             lse.append(part[1].float())
         return torch.cat(out), torch.cat(lse)
 
+    def attend_piece(self, q, k, v, piece, sm_scale):
+        self.num_pieces += 1
+        out, lse = [], []
+        for index in range(len(piece.kv_begin)):
+            new = slice(*piece.qo_indptr[index : index + 2].tolist())
+            cached = slice(*piece.kv_indptr[index : index + 2].tolist())
+            keys, values = (t[cached].transpose(0, 1).double() for t in (k, v))
+            part = reference.attend(q[new].double(), keys, values, sm_scale)
+            out.append(part[0].to(q.dtype))
+            lse.append(part[1].float())
+        return torch.cat(out), torch.cat(lse)
+
 
 @pytest.mark.parametrize(("layout", "group", "windows"), CASES[:2] + CASES[4:5])
 @pytest.mark.parametrize("causal", [None, PlannedCausal()])
@@ -205,7 +217,24 @@ def test_kernels_take_the_same_steps(layout, group, windows, causal):
         return
     calls = causal.num_calls
     run_traffic(ops, layout, group, windows, transform, 6, FP16_QUERIES, torch.float16)
-    assert causal.num_calls > calls
+    assert causal.num_calls > calls and causal.num_pieces == 0
+
+
+@pytest.mark.parametrize(("least", "unpacks"), [(1, True), (1000, False)])
+@torch.inference_mode()
+def test_kernels_unpack_a_prefix_that_many_tokens_read(least, unpacks, monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled on this machine; tests/kernels runs them")
+    kernel_ops = pytest.importorskip("sglang_kvquant.serving.kernel_ops")
+    long_prefix = pytest.importorskip("sglang_kvquant.kernels.long_prefix")
+    monkeypatch.setattr(long_prefix, "MIN_NEW_TOKENS", least)
+    monkeypatch.setattr(kernel_ops, "PIECE_TOKENS", 16)
+    kernel = PlannedCausal()
+    ops = kernel_ops.KernelOps(CONTEXT, kernel, kernel)
+    layout, group, windows = CASES[0]
+    transform = random_transform(layout, rotated=False)
+    run_traffic(ops, layout, group, windows, transform, 8, FP16_QUERIES, torch.float16)
+    assert (kernel.num_pieces > 0) == unpacks
 
 
 def test_ring_write_needs_the_write_of_its_step():
@@ -223,7 +252,7 @@ def test_ring_write_needs_the_write_of_its_step():
                 torch.tensor([3]),
                 cache.give_slots(row, 0, 3),
                 cache.req_to_token,
-                0,
+                [0],
                 [3],
             )
         )

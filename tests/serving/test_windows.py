@@ -141,7 +141,7 @@ class FakeScheduler:
             torch.tensor([count for _, count in batch]),
             torch.tensor(locs),
             self.req_to_token,
-            int(prefix.max()),
+            prefix.tolist(),
             [count for _, count in batch],
         )
         self.check_reads(plan, [request for request, _ in batch])
